@@ -8,9 +8,9 @@ endif()
 file(CONFIGURE OUTPUT ${OUTPUT} CONTENT [[
 #include "src/bench/report/revision.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 const char* const kRevision = "@revision@";
 
-}  // namespace sluice
+}  // namespace sluice::bench
 ]] @ONLY)

@@ -25,6 +25,9 @@
 namespace sluice {
 namespace {
 
+using bench::BenchDevice;
+using bench::Flags;
+
 constexpr char kAbout[] =
     "Measures what sparse policies need to know of a model and its traffic beforehand, and\n"
     "writes it to a file that sluice-server reads (--policy-profile FILE).\n"

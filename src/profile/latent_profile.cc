@@ -22,6 +22,27 @@
 namespace sluice {
 namespace {
 
+using bench::Admission;
+using bench::BenchDevice;
+using bench::BenchTiers;
+using bench::Context;
+using bench::ContextMaker;
+using bench::LargestBatch;
+using bench::LatentDrift;
+using bench::LatentDriftWeights;
+using bench::LayerSpread;
+using bench::LoadTwin;
+using bench::MissesByLayer;
+using bench::NewTwinContextMaker;
+using bench::PolicyRun;
+using bench::PolicyRunTokens;
+using bench::PolicyWorld;
+using bench::RunPolicy;
+using bench::SetUpPolicy;
+using bench::SpreadOfLayers;
+using bench::TopicDrift;
+using bench::TopicDriftContext;
+
 constexpr int kWindows = 4;  // Windows of RunPolicy.
 
 class LatentProfiler {

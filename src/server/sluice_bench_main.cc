@@ -6,7 +6,7 @@
 #include "src/base/nearest_name.h"
 #include "src/bench/report/subcommand.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kHelp[] = R"(sluice-bench measures Sluice on this machine.
@@ -53,6 +53,6 @@ int BenchMain(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench
 
-int main(int argc, char** argv) { return sluice::BenchMain(argc, argv); }
+int main(int argc, char** argv) { return sluice::bench::BenchMain(argc, argv); }

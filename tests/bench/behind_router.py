@@ -4,10 +4,11 @@
     .venv/bin/python tests/bench/behind_router.py --streams 256 --seconds 300   # many callers at once
     .venv/bin/python tests/bench/behind_router.py --rounds 100                  # rolling updates under load
 
-Callers ask over HTTP, one request after the other, streamed and not in turn; every answer is compared with what
-the same prompt gave on the quiet nodes. A round of a rolling update restarts each decode node in turn: SIGTERM,
-which finishes what it runs, and a new process on the same port. A tiny model of random weights whose steps
-take --step-ms at least, so that requests are met in mid-stream. The exit status is 1 if a bound is broken.
+Callers ask over HTTP, one request after the other, alternately streamed and not; every answer is compared with the
+answer of the quiet nodes to the same prompt. A round of a rolling update restarts each decode node in turn: SIGTERM,
+which finishes what it runs, and a new process on the same port. The model is tiny, with random weights,
+and its steps take at least --step-ms, so that restarts meet requests in mid-stream. The exit status
+is 1 if a bound is broken.
 """
 
 import argparse
@@ -31,19 +32,19 @@ def arguments() -> argparse.Namespace:
     out.add_argument("--streams", type=int, default=16, help="callers at once (default: %(default)s)")
     out.add_argument("--seconds", type=float, default=20, help="without --rounds: how long (default: %(default)s)")
     out.add_argument("--rounds", type=int, default=0, help="rolling updates of both decode nodes (default: none)")
-    out.add_argument("--tokens", type=int, default=24, help="of an answer (default: %(default)s)")
-    out.add_argument("--step-ms", type=float, default=5, help="that a decode step takes at least")
+    out.add_argument("--tokens", type=int, default=24, help="tokens of an answer (default: %(default)s)")
+    out.add_argument("--step-ms", type=float, default=5, help="minimum time of a decode step")
     out.add_argument("--ready-seconds", type=float, default=3,
                      help="between a restarted node's readiness and the next restart, as minReadySeconds of a "
                           "Deployment: the router connects to it again meanwhile (default: %(default)s)")
-    out.add_argument("--drain-seconds", type=float, default=60, help="that a node gets to finish (default: %(default)s)")
+    out.add_argument("--drain-seconds", type=float, default=60, help="time to finish (default: %(default)s)")
     out.add_argument("--gateway", choices=GATEWAYS, default="vllm",
-                     help="in whose words the router talks to the nodes (default: %(default)s)")
+                     help="dialect in which the router talks to the nodes (default: %(default)s)")
     return out.parse_args()
 
 
 class Callers:
-    """Threads that ask one request after the other until they are told to end."""
+    """Threads that ask one request after the other until they are told to stop."""
 
     def __init__(self, lab: Lab, args: argparse.Namespace, prompt: str):
         self.lab, self.args, self.prompt = lab, args, prompt

@@ -3,7 +3,7 @@
 
     .venv/bin/python tests/bench/first_token.py            # SmolLM2 (tools/fetch-model), one decode node
 
-Asks for the same prompt in turn over HTTP, streamed, through smg, and of the nodes themselves: Prefill.Run, which
+Sends the same prompt alternately over HTTP, streamed, through smg, and to the nodes themselves: Prefill.Run, which
 computes and holds the prompt, then Decode.Generate, which reads it and gives a token. The parts are those two
 calls; what the router adds (HTTP, the chat template, tokens and text) is in the first figure alone.
 """
@@ -26,10 +26,10 @@ WORDS = "the quick brown fox jumps over the lazy dog while the river flows past 
 
 def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--model", type=Path, default=SMOLLM2, help="with a chat template (default: %(default)s)")
-    flags.add_argument("--rounds", type=int, default=20, help="(default: %(default)s)")
-    flags.add_argument("--words", type=int, default=300, help="of the prompt (default: %(default)s)")
-    flags.add_argument("--ratio", type=float, default=1.15, help="bound (default: %(default)s)")
+    flags.add_argument("--model", type=Path, default=SMOLLM2, help="model, with a chat template (default: %(default)s)")
+    flags.add_argument("--rounds", type=int, default=20, help="measured rounds (default: %(default)s)")
+    flags.add_argument("--words", type=int, default=300, help="words of the prompt (default: %(default)s)")
+    flags.add_argument("--ratio", type=float, default=1.15, help="bound on the ratio (default: %(default)s)")
     args = flags.parse_args()
     prompt = " ".join(WORDS[i % len(WORDS)] for i in range(args.words))
     ids = Text(args.model).encode_chat([{"role": "user", "content": prompt}])

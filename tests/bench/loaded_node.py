@@ -1,4 +1,4 @@
-"""A node under the load of sluice-bench, for the long runs: starts it, watches its memory, judges bounds."""
+"""Runs a node under the load of sluice-bench for the long runs: starts it, watches its memory, checks bounds."""
 
 import argparse
 import json
@@ -16,23 +16,23 @@ from support.nodes import BIN, ENVIRONMENT, SMOLLM2, Node  # noqa: E402
 
 
 def parser(description: str, streams: int) -> argparse.ArgumentParser:
-    """The flags that both runs have."""
+    """Returns a parser with the flags that both runs share."""
     out = argparse.ArgumentParser(description=description,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     out.add_argument("--model", type=Path, default=SMOLLM2, help="model directory (default: %(default)s)")
     out.add_argument("--streams", type=int, default=streams,
                      help="sequences that decode at once (default: %(default)s)")
-    out.add_argument("--prompt", default="128", help="tokens of a prompt, as sluice-bench serve has it")
-    out.add_argument("--output", default="128", help="the same, of an output")
-    out.add_argument("--hbm-bytes", default="1GiB", help="of the node (default: %(default)s)")
-    out.add_argument("--dram-bytes", default="512MiB", help="of the node (default: %(default)s)")
-    out.add_argument("--threads", default="0", help="of the node; 0: as it chooses (default: %(default)s)")
+    out.add_argument("--prompt", default="128", help="tokens of a prompt, in the form of sluice-bench serve")
+    out.add_argument("--output", default="128", help="tokens of an output, in the same form")
+    out.add_argument("--hbm-bytes", default="1GiB", help="HBM of the node (default: %(default)s)")
+    out.add_argument("--dram-bytes", default="512MiB", help="DRAM of the node (default: %(default)s)")
+    out.add_argument("--threads", default="0", help="threads of the node; 0: its choice (default: %(default)s)")
     out.add_argument("--json", type=Path, help="write the report of sluice-bench there")
     return out
 
 
 class LoadedNode:
-    """A sluice-server of its own, its memory noted every second, and what sluice-bench makes of it."""
+    """A sluice-server of its own, its memory over time, and the report of sluice-bench."""
 
     def __init__(self, args, *flags: str):
         self.args = args
@@ -71,7 +71,7 @@ class LoadedNode:
         return json.loads(path.read_text())
 
     def gives_back(self, idle: tuple) -> bool:
-        """Whether what requests held comes back to what it was."""
+        """Returns whether the resources that requests held return to their earlier values."""
         try:
             self.node.wait_until_held(idle)
         except AssertionError:
@@ -84,7 +84,7 @@ class LoadedNode:
 
 
 def resident_bytes(pid: int) -> tuple[int, int]:
-    """All resident memory, and what lies outside the arenas and weights, which ask for huge pages."""
+    """Returns all resident memory, and the part outside the arenas and weights, which ask for huge pages."""
     total = outside = rss = 0
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if line.startswith("Rss:"):
@@ -96,7 +96,7 @@ def resident_bytes(pid: int) -> tuple[int, int]:
 
 
 class Verdict:
-    """Bounds as they are judged: prints each with its figure."""
+    """Checks bounds and prints each with its figure."""
 
     def __init__(self):
         self.broken = 0

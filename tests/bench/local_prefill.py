@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a running sequence notices of prompts that its node computes itself (local_prefill).
+"""Measures how prompts that a node computes itself (local_prefill) slow down a running sequence.
 
     .venv/bin/python tests/bench/local_prefill.py                  # SmolLM2, chunks of 64 to 512 tokens
     .venv/bin/python tests/bench/local_prefill.py --chunks 128 --prompt 4000
 
-For each --chunks a node of its own: one stream decodes, first alone, then beside a caller whose prompts name a
-source that is dead, so that the node computes them, chunk_tokens a step. The bound that is promised: a gap of the
-stream is a step with one chunk beside it, so its 99th percentile is at most --bound times a step alone and a
-chunk's share of the prompt's time. The exit status is 1 where that is broken.
+Each value of --chunks gets its own node, on which one stream decodes: first alone, then beside a caller whose
+prompts name a dead source, so that the node computes them, chunk_tokens per step. The promised bound: a gap of
+the stream is a step with one chunk beside it, so its 99th percentile is at most --bound times a step alone plus
+a chunk's share of the prompt's time. The exit status is 1 if the bound is broken.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def arguments() -> argparse.Namespace:
     out.add_argument("--model", type=Path, default=SMOLLM2, help="model directory (default: %(default)s)")
     out.add_argument("--chunks", default="64,256,512", help="chunk_tokens, with commas (default: %(default)s)")
     out.add_argument("--prompt", type=int, default=2000, help="tokens of a prompt (default: %(default)s)")
-    out.add_argument("--seconds", type=float, default=20, help="that the stream is watched (default: %(default)s)")
-    out.add_argument("--bound", type=float, default=1.5, help="(default: %(default)s)")
+    out.add_argument("--seconds", type=float, default=20, help="time that the stream is watched (default: %(default)s)")
+    out.add_argument("--bound", type=float, default=1.5, help="bound, see above (default: %(default)s)")
     return out.parse_args()
 
 
@@ -42,7 +42,7 @@ def computed(node: Node, prompt: list[int], max_tokens: int) -> decode_pb2.Gener
 
 
 def gaps_of(node: Node, seconds: float) -> list[float]:
-    """Seconds between the tokens of a stream, for so long."""
+    """Returns the seconds between the tokens of a stream, watched for that long."""
     times = []
     stream = node.decode.Generate(computed(node, [5, 6, 7], 4000), timeout=seconds + TIMEOUT_S)
     for _ in stream:

@@ -1,4 +1,4 @@
-// sluice-metrics-bench: what metrics cost a decode step.
+// sluice-metrics-bench measures the cost of metrics in a decode step.
 //
 // An engine runs batches of the same requests; the step's time is the median over all of its runs.
 // Beside it, the metric updates of one step and its marks on the stream are each timed in a loop of
@@ -26,7 +26,7 @@ namespace sluice {
 namespace {
 
 constexpr char kHelp[] =
-    R"(sluice-metrics-bench: what metrics cost a decode step
+    R"(sluice-metrics-bench measures the cost of metrics in a decode step.
 
   --model DIR        Hugging Face directory
   --batch N          sequences (default 8)
@@ -117,7 +117,7 @@ class Node {
     engine_ = OrFail(Engine::Create(engine, parts));
   }
 
-  // Runs one batch to its end; returns the seconds of its decode steps.
+  // Runs one batch to its end and returns the seconds of its decode steps.
   std::vector<double> Run() {
     const uint64_t first = engine_->times().steps;
     for (int i = 0; i < options_.batch; ++i) {
@@ -138,7 +138,7 @@ class Node {
       const Engine::Next next = engine_->Turn();
       if (const uint64_t steps = engine_->times().steps; steps > seen) {
         const absl::Time now = absl::Now();
-        // Not the prompt's steps and those around the ends.
+        // Leaves out the prompt's steps and those around the ends.
         const uint64_t step = steps - first;
         if (step > 5 && step + 5 < static_cast<uint64_t>(options_.steps)) {
           seconds.push_back(absl::ToDoubleSeconds(now - last));
@@ -160,7 +160,7 @@ class Node {
   std::unique_ptr<Engine> engine_;
 };
 
-// Seconds of one call out of `calls`; the best of 20 loops, which nothing interrupted.
+// Returns the seconds of one call out of `calls`: the best of 20 loops, which nothing interrupted.
 template <typename F>
 double BestSeconds(int calls, F loop) {
   double best = 1e9;
@@ -172,7 +172,7 @@ double BestSeconds(int calls, F loop) {
   return best;
 }
 
-// The updates of `steps` steps of `batch` sequences.
+// Makes the metric updates of `steps` steps of `batch` sequences.
 void Update(const Metrics& metrics, int batch, int steps) {
   for (int step = 0; step < steps; ++step) {
     metrics.SetRunning(batch);
@@ -188,7 +188,7 @@ void Update(const Metrics& metrics, int batch, int steps) {
   }
 }
 
-// Seconds that the four marks of a timed step take, host and stream together.
+// Returns the seconds that the four marks of a timed step take, host and stream together.
 double MarkSeconds(Device& device) {
   const std::unique_ptr<Stream> stream = device.NewStream(Device::StreamKind::kCompute);
   std::vector<std::unique_ptr<TimedEvent>> marks;
@@ -212,7 +212,7 @@ int Main(int argc, char** argv) {
   const std::unique_ptr<Model> model = OrFail(Model::Load(load, device.get()));
   Metrics metrics;
   Node node(o, device.get(), model.get(), &metrics);
-  node.Run();  // warms caches and pages
+  node.Run();  // Warms caches and pages.
   std::vector<double> seconds;
   for (int run = 0; run < o.runs; ++run) {
     const std::vector<double> steps = node.Run();

@@ -1,6 +1,6 @@
-// sluice-onednn-peer: oneDNN's bf16 products at the shapes of sluice-bench kernels, one thread,
-// weights prepacked and read from memory, to hold ours against. Does its work only where oneDNN was
-// found at configuration; nothing else of Sluice needs it.
+// sluice-onednn-peer times oneDNN's bf16 products at the shapes of sluice-bench kernels, on one
+// thread, with prepacked weights read from memory, for comparison with Sluice's kernels. It needs
+// oneDNN at configuration time; nothing else in Sluice does.
 #include <cstdio>
 
 #if SLUICE_HAVE_ONEDNN
@@ -17,7 +17,7 @@ namespace {
 
 using dnnl::memory;
 
-// Arena of weights that a call cycles through: more than a core's share of any cache.
+// Calls cycle through an arena of weights larger than a core's share of any cache.
 constexpr int64_t kArenaBytes = int64_t{256} << 20;
 
 // Small values of both signs; zeros would come from one cached page and draw no power.
@@ -47,7 +47,7 @@ void Run(int rows, int k, int n) {
     Fill(weights.back());
   }
   size_t next = 0;
-  const sluice::Timing t = sluice::Measure(0.3, [&] {
+  const sluice::bench::Timing t = sluice::bench::Measure(0.3, [&] {
     product.execute(stream, {{DNNL_ARG_SRC, x},
                              {DNNL_ARG_WEIGHTS, weights[next++ % weights.size()]},
                              {DNNL_ARG_DST, y}});

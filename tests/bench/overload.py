@@ -14,11 +14,11 @@ import sys
 
 from loaded_node import LoadedNode, Verdict, parser
 
-RETURN_SECONDS = 2  # after which full speed is back
+RETURN_SECONDS = 2  # Full speed must be back after this time.
 
 
 def mean(report: dict, what: str, begin: float, end: float) -> float:
-    """Of a series of the report, over seconds [begin, end)."""
+    """Returns the mean of a series of the report over seconds [begin, end)."""
     bucket = report["details"]["bucket_seconds"]
     values = report["details"][what][round(begin / bucket):round(end / bucket)]
     return sum(values) / len(values)
@@ -26,19 +26,19 @@ def mean(report: dict, what: str, begin: float, end: float) -> float:
 
 def main() -> int:
     flags = parser(__doc__, streams=32)
-    flags.add_argument("--max-waiting", type=int, default=64, help="of the node (default: %(default)s)")
-    flags.add_argument("--factor", type=float, default=4, help="of overload (default: %(default)s)")
-    flags.add_argument("--warm-seconds", type=float, default=10, help="(default: %(default)s)")
-    flags.add_argument("--full-seconds", type=float, default=60, help="of full load (default: %(default)s)")
-    flags.add_argument("--seconds", type=float, default=180, help="of overload (default: %(default)s)")
+    flags.add_argument("--max-waiting", type=int, default=64, help="max_waiting of the node (default: %(default)s)")
+    flags.add_argument("--factor", type=float, default=4, help="factor of overload (default: %(default)s)")
+    flags.add_argument("--warm-seconds", type=float, default=10, help="time of the warm-up (default: %(default)s)")
+    flags.add_argument("--full-seconds", type=float, default=60, help="time of full load (default: %(default)s)")
+    flags.add_argument("--seconds", type=float, default=180, help="time of overload (default: %(default)s)")
     flags.add_argument("--after-seconds", type=float, default=12,
-                       help="of full load again (default: %(default)s)")
+                       help="time of full load afterwards (default: %(default)s)")
     flags.add_argument("--gap-ratio", type=float, default=1.5,
                        help="bound on the 99th percentile of gaps, over full load's (default: %(default)s)")
     flags.add_argument("--speed-share", type=float, default=0.9,
                        help="share of full speed that counts as full (default: %(default)s)")
     flags.add_argument("--batch-share", type=float, default=0.9,
-                       help="the same, of the sequences that decode at once (default: %(default)s)")
+                       help="the same for the sequences that decode at once (default: %(default)s)")
     args = flags.parse_args()
     if args.after_seconds <= RETURN_SECONDS:
         flags.error(f"--after-seconds must be more than {RETURN_SECONDS}")

@@ -18,9 +18,9 @@ from loaded_node import LoadedNode, Verdict, parser
 
 def main() -> int:
     flags = parser(__doc__, streams=64)
-    flags.add_argument("--seconds", type=float, default=600, help="of load (default: %(default)s)")
+    flags.add_argument("--seconds", type=float, default=600, help="time of load (default: %(default)s)")
     flags.add_argument("--settle", type=float, default=60,
-                       help="seconds until memory has its size (default: %(default)s)")
+                       help="seconds until memory has reached its size (default: %(default)s)")
     flags.add_argument("--growth-mb", type=float, default=10,
                        help="MB that memory may grow after that (default: %(default)s)")
     args = flags.parse_args()
@@ -31,7 +31,7 @@ def main() -> int:
         report = loaded.serve("--phase", f"name=soak,concurrency={args.streams},seconds={args.seconds}s")
         back = loaded.gives_back(idle)
     phase = report["details"]["phases"][0]
-    # The most that it had by then: what a burst of pushes takes comes and goes.
+    # The maximum until then: the memory of a burst of pushes comes and goes.
     before, after = ([max(sizes[i] for at, *sizes in loaded.memory if (at > args.settle) == late)
                       for i in range(2)] for late in (False, True))
     verdict = Verdict()

@@ -1,10 +1,10 @@
-// sluice-token-bench: what a streamed token costs between the engine and its caller, in each
-// dialect of Generate.
+// sluice-token-bench measures the cost of a streamed token between the engine and its caller, in
+// each dialect of Generate.
 //
-// A thread stands for the engine's: in every step it emits a token to each stream, and its own CPU
-// time of that is taken. The callers are threads of this process, over gRPC on loopback; a token's
-// latency is from its Emit to its arrival there. So the cores are shared with the callers, which
-// makes latencies worse than a node's own, and alike in all that is compared.
+// One thread stands in for the engine's: in every step it emits a token to each stream, and its CPU
+// time for that is measured. The callers are threads of this process, over gRPC on loopback; a
+// token's latency runs from its Emit to its arrival there. The callers share the cores, which makes
+// latencies worse than a node's own, but equally so in everything that is compared.
 #include <grpcpp/grpcpp.h>
 #include <time.h>
 
@@ -37,14 +37,14 @@ namespace {
 namespace ve = vllm::grpc::engine;
 
 constexpr char kHelp[] =
-    R"(sluice-token-bench: what a streamed token costs between the engine and its caller
+    R"(sluice-token-bench measures the cost of a streamed token between the engine and its caller.
 
-  --streams N        that decode at once (default 1, 16 and 64 in turn)
-  --steps N          tokens of each (default 1000)
-  --step-us N        from the end of one step to the next (default 3000)
+  --streams N        streams that decode at once (default 1, 16 and 64 in turn)
+  --steps N          tokens of each stream (default 1000)
+  --step-us N        microseconds from the end of one step to the next (default 3000)
   --help             this text
 
-Prints for each dialect the CPU time of the engine's thread per token and the time from there to the
+Prints for each dialect the CPU time of the engine's thread per token, and the time from there to the
 caller. Example: sluice-token-bench --streams 16
 )";
 
@@ -85,7 +85,7 @@ Options Parse(int argc, char** argv) {
   return o;
 }
 
-// Keeps what is submitted; the test's thread is its own.
+// Keeps submitted requests; the bench's thread drives them.
 class SinkEngine : public FakeEngine {
  public:
   absl::StatusOr<SequenceId> Submit(Request request) override {
@@ -108,7 +108,7 @@ class SinkEngine : public FakeEngine {
   std::vector<std::shared_ptr<TokenSink>> sinks_ ABSL_GUARDED_BY(mutex_);
 };
 
-// A call's messages to their end: `arrived(count)` for the tokens of each.
+// Reads a call's messages to their end and calls `arrived(count)` with the tokens of each.
 using Caller = std::function<void(const std::function<void(int)>& arrived)>;
 
 Caller SluiceCaller(const std::shared_ptr<grpc::Channel>& channel) {
@@ -153,7 +153,7 @@ void Measure(const char* dialect, const Options& o, int streams, SinkEngine& eng
              const Caller& call) {
   const auto count = static_cast<size_t>(streams);
   const auto steps = static_cast<size_t>(o.steps);
-  // Written before its Emit, read after the token has come.
+  // Written before the token's Emit and read after its arrival.
   std::vector<absl::Time> emitted(steps);
   std::vector<std::vector<absl::Duration>> latencies(count);
   std::vector<int> messages(count, 0);
@@ -190,7 +190,7 @@ void Measure(const char* dialect, const Options& o, int streams, SinkEngine& eng
   for (std::thread& caller : callers) caller.join();
   std::vector<absl::Duration> all;
   for (const auto& of : latencies) all.insert(all.end(), of.begin(), of.end());
-  if (all.size() != count * steps) Fail(absl::StrCat(all.size(), " tokens have come"));
+  if (all.size() != count * steps) Fail(absl::StrCat(all.size(), " tokens arrived"));
   int sent = 0;
   for (const int of : messages) sent += of;
   std::printf("%-8s %7d %12.1f %12.1f %12.1f %12.0f %12.0f %14.3f\n", dialect, streams,
@@ -223,7 +223,7 @@ int Main(int argc, char** argv) {
   const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   const auto channel =
       grpc::CreateChannel(absl::StrCat("127.0.0.1:", port), grpc::InsecureChannelCredentials());
-  std::printf("%d cores, %d steps, %d us apart; microseconds, of a token\n",
+  std::printf("%d cores, %d steps, %d us apart; microseconds per token\n",
               static_cast<int>(std::thread::hardware_concurrency()), o.steps, o.step_us);
   std::printf("%-8s %7s %12s %12s %12s %12s %12s %14s\n", "dialect", "streams", "engine CPU",
               "99th", "engine wall", "to caller", "99th", "messages/token");

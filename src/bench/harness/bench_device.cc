@@ -14,7 +14,7 @@
 #include "src/device/cuda/cuda_device.h"
 #endif
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr double kProbeSeconds = 0.15;
@@ -28,7 +28,7 @@ class CpuBenchDevice : public BenchDevice {
     return {{"kernels", device_->kernels().name()}, {"threads", absl::StrCat(threads_)}};
   }
   absl::StatusOr<double> ReadRate(size_t bytes) override {
-    // Kept: a step that is measured again is held against the same memory.
+    // The buffer is kept, so that a step that is measured again is compared with the same memory.
     if (buffer_ == nullptr || buffer_->bytes() < bytes) {
       buffer_ = std::make_unique<HugeBuffer>(bytes);
     }
@@ -51,8 +51,8 @@ class CudaBenchDevice : public BenchDevice {
     return {{"gpu", CudaGpuName()}, {"kernels", device_->kernels().name()}};
   }
   absl::StatusOr<double> ReadRate(size_t bytes) override {
-    // A window far larger than the L2 (50 MB), read piece after piece: the model's memory is not
-    // doubled.
+    // The window is far larger than the L2 (50 MB) and is read piece after piece, so that the probe
+    // does not take as much memory as the model.
     constexpr size_t kWindow = size_t{1} << 30;
     if (buffer_.data() == nullptr) {
       SLUICE_ASSIGN_OR_RETURN(buffer_,
@@ -86,4 +86,4 @@ absl::StatusOr<std::unique_ptr<BenchDevice>> BenchDevice::Create(const Options& 
   return absl::InvalidArgumentError(absl::StrCat("--device: this build has no ", options.name));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -22,15 +22,15 @@
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-constexpr absl::Duration kPatience = absl::Minutes(5);  // for tokens
-constexpr uint32_t kChunkTokens = 512;  // of prompts whose last tokens a policy wants computed
-constexpr int kPeers = 14;              // that hand over at once
+constexpr absl::Duration kPatience = absl::Minutes(5);  // Maximum time to wait for tokens.
+constexpr uint32_t kChunkTokens = 512;  // For prompts whose last tokens a policy recomputes.
+constexpr int kPeers = 14;              // Threads that hand over at once.
 
-// Counts, and reads at once as soon as `open`. `on_count`, if not null, is called with the count
-// after each token, on the engine's thread.
+// Counts tokens, and has room as soon as `open` is true. `on_count`, if not null, is called with
+// the count after each token, on the engine's thread.
 class CountingSink : public TokenSink {
  public:
   CountingSink(const std::atomic<bool>* open, std::function<void(int64_t)> on_count)
@@ -53,11 +53,11 @@ class CountingSink : public TokenSink {
   const std::atomic<bool>* const open_;
   const std::function<void(int64_t)> on_count_;
   int64_t tokens_ = 0;
-  absl::Status status_;  // until finished_ the engine's thread's
+  absl::Status status_;  // Owned by the engine's thread until finished_.
   absl::Notification finished_;
 };
 
-// Whether a count has stood still for so long.
+// Tells whether a count has not changed for longer than `patience`.
 class StallWatch {
  public:
   explicit StallWatch(absl::Duration patience) : patience_(patience) {}
@@ -84,16 +84,16 @@ class EngineRun {
     marks_->times.resize(static_cast<size_t>(options_.windows) + 1);
     marks_->taken.resize(marks_->times.size());
     marks_->tokens.reserve(static_cast<size_t>(options_.windows * options_.steps) + 1);
-    // All are in the batch, caches and all, before the first decodes, so that they stay equally
-    // long.
+    // All sequences are in the batch, with their caches, before the first one decodes, so that they
+    // stay equally long.
     SLUICE_RETURN_IF_ERROR(HandOverAll());
     StallWatch watch(options_.patience);
     for (Admitted now = AdmittedNow(slots, policy); now.warm < slots || now.running < batch();
          now = AdmittedNow(slots, policy)) {
       if (watch.Stalled(now.running + now.warm)) {
         return absl::ResourceExhaustedError(absl::StrCat(
-            "of ", batch(), " sequences that were handed over ", now.running,
-            " were admitted, and no other in ", absl::FormatDuration(options_.patience),
+            "only ", now.running, " of ", batch(), " sequences were admitted, and no other in ",
+            absl::FormatDuration(options_.patience),
             ": they do not fit together; lower --max-batch or --batches"));
       }
       absl::SleepFor(absl::Milliseconds(5));
@@ -146,7 +146,7 @@ class EngineRun {
     table.model_fingerprint = model_->fingerprint();
     table.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
     table.max_context = static_cast<uint32_t>(model_->max_context());
-    for (const CacheKind& kind : layout.kinds) {  // a chunk is a layer
+    for (const CacheKind& kind : layout.kinds) {  // A chunk holds one layer.
       const int64_t bytes = kind.bytes_per_token * kind.heads * options_.context;
       table.max_chunk_bytes = std::max(table.max_chunk_bytes, static_cast<uint64_t>(bytes));
     }
@@ -171,8 +171,8 @@ class EngineRun {
     return absl::OkStatus();
   }
 
-  // Hands over every sequence and submits its Generate. By several threads, as peers would:
-  // contexts of gigabytes are there in seconds.
+  // Hands over every sequence and submits its Generate. Several threads do so, as peers would:
+  // contexts of gigabytes then arrive in seconds.
   absl::Status HandOverAll() {
     if (options_.contexts == nullptr) {
       for (const CacheKind& kind : model_->cache_layout().kinds) {
@@ -198,7 +198,8 @@ class EngineRun {
     return absl::OkStatus();
   }
 
-  // Waits where DRAM is full: what a policy does not keep there goes once a sequence is admitted.
+  // Waits while DRAM is full: caches that a policy does not keep there leave it once their sequence
+  // is admitted.
   absl::Status Begin(size_t index, ContextReader& reader) {
     StallWatch watch(options_.patience);
     for (;;) {
@@ -219,7 +220,7 @@ class EngineRun {
     }
   }
 
-  // Transfer number `index`, committed: its id.
+  // Hands over transfer number `index`, commits it and returns its id.
   absl::StatusOr<std::string> HandOver(size_t index, ContextReader& reader) {
     const Context* const given = options_.contexts == nullptr
                                      ? nullptr
@@ -261,7 +262,7 @@ class EngineRun {
     return reserved.transfer_id;
   }
 
-  // The Generate for a transfer; that of the last one notes the times.
+  // Returns the Generate for a transfer; the one for the last transfer records the times.
   Request RequestFor(const std::string& transfer) {
     Request request;
     request.request_id = absl::StrCat("bench-", sinks_.size());
@@ -277,8 +278,8 @@ class EngineRun {
     return request;
   }
 
-  // How many sequences have a slot, and of all slots how many have their caches. Asks the engine's
-  // thread, which alone may ask the policy.
+  // The sequences that have a slot, and the slots whose caches are warm. The engine's thread is
+  // asked, because it alone may ask the policy.
   struct Admitted {
     int running = 0, warm = 0;
   };
@@ -295,7 +296,7 @@ class EngineRun {
   }
   int batch() const { return options_.batch; }
 
-  // What every layer of every sequence holds of one kind.
+  // The payload of one kind, the same for every layer and sequence.
   struct Payload {
     std::vector<uint16_t> values;
     uint32_t crc32c = 0;
@@ -313,7 +314,7 @@ class EngineRun {
     return payload;
   }
 
-  // Of the youngest sequence: notes the engine's times where a window begins or ends.
+  // Records the engine's times where a window begins or ends. Called for the youngest sequence.
   void NoteTimes(int64_t tokens) {
     const int64_t past = tokens - kEngineWarmUpTokens;
     if (tokens == options_.first_tokens && options_.on_first != nullptr) {
@@ -328,7 +329,7 @@ class EngineRun {
     if (past < 0 || past % options_.steps != 0) return;
     const auto mark = static_cast<size_t>(past / options_.steps);
     if (mark >= marks_->times.size()) return;
-    // In the next turn; shared, since that may be after this object's end.
+    // The callback runs in the next turn, perhaps after this object's end, so the marks are shared.
     engine_->Snapshot([marks = marks_, mark, on_edge = options_.on_edge,
                        on_mark = options_.on_mark](const EngineSnapshot& snapshot) {
       marks->times[mark] = snapshot.times;
@@ -341,11 +342,11 @@ class EngineRun {
   }
 
   struct Marks {
-    std::vector<StepTimes> times;  // engine's thread, until `all`
+    std::vector<StepTimes> times;  // Owned by the engine's thread until `all`.
     std::vector<absl::Time> taken;
-    std::vector<absl::Time> tokens;  // when each came, from the first window's begin on
+    std::vector<absl::Time> tokens;  // Arrival times, from the begin of the first window on.
     absl::Notification all;
-    // Between the tokens of a window. REQUIRES: `all`.
+    // Returns the gaps between the tokens of a window. REQUIRES: `all`.
     std::vector<double> Gaps(size_t window, int steps) const {
       std::vector<double> gaps;
       const size_t first = window * static_cast<size_t>(steps) + 1;
@@ -358,13 +359,14 @@ class EngineRun {
   const EngineRunOptions options_;
   Device* const device_;
   Model* const model_;
-  int total_ = 0;                   // tokens of a sequence at its end
-  std::atomic<bool> open_{false};   // the readers are there
-  std::atomic<int64_t> landed_{0};  // chunks of all sequences
-  std::vector<Payload> payloads_;   // by kind
+  int total_ = 0;                   // Tokens of a sequence at its end.
+  std::atomic<bool> open_{false};   // The readers accept tokens.
+  std::atomic<int64_t> landed_{0};  // Landed chunks of all sequences.
+  std::vector<Payload> payloads_;   // By kind.
   Metrics metrics_;
   std::shared_ptr<Marks> marks_ = std::make_shared<Marks>();
-  absl::Mutex submit_mutex_;  // of RequestFor and Submit: sinks in the order of submission
+  // Held over RequestFor and Submit, so that sinks are in the order of submission.
+  absl::Mutex submit_mutex_;
   std::vector<std::shared_ptr<CountingSink>> sinks_;
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<TransferTable> transfers_;
@@ -375,7 +377,8 @@ class EngineRun {
 }  // namespace
 
 int EngineTokens(const EngineRunOptions& options) {
-  // Steps under way when the last window ends, and those until the engine is told to stop.
+  // Covers the steps in flight when the last window ends, and those until the engine is told to
+  // stop.
   constexpr int kSpare = 64;
   return kEngineWarmUpTokens + (options.windows + 1) * options.steps + kSpare;
 }
@@ -386,4 +389,4 @@ absl::StatusOr<std::vector<EngineWindow>> RunEngine(const EngineRunOptions& opti
   return EngineRun(options, device, model).Run(slots, hbm, policy);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -13,7 +13,7 @@
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Overlap = PolicyOptions::Ess::Overlap;
@@ -39,6 +39,7 @@ constexpr Preset kPresets[] = {
     {"hgca", "hgca", [](PolicyOptions&) {}},
     {kMeanSelection, "hgca", [](PolicyOptions&) {}},
     {"oracle", "oracle", [](PolicyOptions&) {}},
+    {"oracle-digest", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kDigest; }},
     {"ends", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kEnds; }},
     {"random", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kRandom; }},
     {"ess", "ess", [](PolicyOptions&) {}},
@@ -52,15 +53,16 @@ constexpr Preset kPresets[] = {
 
 struct Setting {
   const char* key;
-  // That reads it, "ess" for offload-naive too; empty: all that select by a budget.
+  // The policy that reads it ("ess" covers offload-naive too); empty: all policies that select by a
+  // budget.
   const char* policy;
-  bool whole;  // tokens or steps, 1 or more
+  bool whole;  // A whole number of 1 or more (tokens or steps).
   void (*apply)(PolicyOptions&, double);
 };
 constexpr Setting kSettings[] = {
     {"budget", "", true,
      [](PolicyOptions& o, double value) { o.budget_tokens = static_cast<int>(value); }},
-    // As kernels::GroupReduction has them: 0 the largest, 1 the mean, 2 the sum of softmaxes.
+    // Values of kernels::GroupReduction: 0 the largest, 1 the mean, 2 the sum of softmaxes.
     {"reduction", "", false,
      [](PolicyOptions& o, double value) {
        o.reduction =
@@ -74,6 +76,14 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.hgca.alpha = static_cast<float>(value); }},
     {"window", "hgca", true,
      [](PolicyOptions& o, double value) { o.hgca.window_tokens = static_cast<int>(value); }},
+    // The reduction of the moving average; PolicyOptions refuses 2.
+    {"average-reduction", "hgca", false,
+     [](PolicyOptions& o, double value) {
+       o.hgca.reduction =
+           static_cast<kernels::GroupReduction>(std::clamp(static_cast<int>(value), 0, 2));
+     }},
+    {"rank", "recall", true,
+     [](PolicyOptions& o, double value) { o.recall.rank = static_cast<int>(value); }},
     {"margin", "recall", false,
      [](PolicyOptions& o, double value) { o.recall.margin = static_cast<float>(value); }},
     {"share", "scout", false,
@@ -110,7 +120,7 @@ const Preset* PresetOf(absl::string_view name) {
   return nullptr;
 }
 
-// A part "budget=20%" of a name.
+// One setting of a name, such as "budget=20%".
 struct Given {
   const Setting* setting = nullptr;
   double value = 0;
@@ -129,7 +139,7 @@ absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part)
   }
   const std::string policy = given.setting->policy;
   const std::string of = preset.policy == std::string("offload-naive") ? "ess" : preset.policy;
-  // What full and ess attend to is the model's.
+  // The model determines the tokens that full and ess attend to.
   if (policy.empty() ? of == "full" || of == "ess" : policy != of) {
     return absl::InvalidArgumentError(
         absl::StrCat("policy ", preset.name, " has no '", sides.first, "'"));
@@ -181,7 +191,7 @@ absl::StatusOr<std::vector<std::string>> ParsePolicies(const std::string& text) 
       SLUICE_RETURN_IF_ERROR(ParseSetting(*preset, pieces[i]).status());
     }
     if (std::find(out.begin(), out.end(), name) != out.end()) {
-      return absl::InvalidArgumentError(absl::StrCat("'", name, "' is there twice"));
+      return absl::InvalidArgumentError(absl::StrCat("'", name, "' is given twice"));
     }
     out.push_back(name);
   }
@@ -207,4 +217,4 @@ bool WantsMeanSelection(const std::string& name) {
   return name == kMeanSelection || absl::StartsWith(name, absl::StrCat(kMeanSelection, ":"));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -15,11 +15,11 @@
 #include "src/kv/sequence_cache.h"
 #include "src/model/policy_model.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kWindows = 4;
-constexpr int kMostTracedSteps = 16;  // some 2,000 slices each
+constexpr int kMostTracedSteps = 16;  // Each has about 2,000 slices.
 
 EngineRunOptions RunOptions(const std::vector<Context>& contexts, int batch, int steps,
                             PagePool* dram) {
@@ -33,7 +33,8 @@ EngineRunOptions RunOptions(const std::vector<Context>& contexts, int batch, int
   return options;
 }
 
-// Kernels that move K and V over the link and compute nothing, by the begin of their names.
+// Returns whether a kernel only moves K and V over the link and computes nothing, by the prefix of
+// its name.
 bool OnlyMoves(const std::string& kernel) {
   for (const char* name : {"Transfer", "WriteThrough", "CopyRows", "CopyBatch", "transfer",
                            "write_through", "copy_rows"}) {
@@ -42,7 +43,7 @@ bool OnlyMoves(const std::string& kernel) {
   return false;
 }
 
-// Zeros in all pages that nobody owns.
+// Writes zeros to all pages that nobody owns.
 void Clear(Device& device, const PagePool& pool) {
   const std::unique_ptr<Stream> stream = device.NewStream(Device::StreamKind::kCompute);
   for (const absl::Span<uint8_t> free : pool.FreeMemory()) {
@@ -96,7 +97,7 @@ absl::Status BenchTiers::Cut(PolicyWorld* world, const std::string& name) {
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> SetUpPolicy(const PolicyWorld& world,
                                                              const std::string& name) {
   PolicyOptions options = OptionsOf(world, name);
-  // What another policy left in places that nothing is brought to might be no number.
+  // With transfers skipped, slots keep what another policy left there, which might be NaN.
   if (options.ess.probe.skip_transfers != nullptr) Clear(*world.device, *world.hbm);
   absl::StatusOr<std::unique_ptr<AttentionPolicy>> policy = NewPolicy(std::move(options));
   if (policy.ok()) return policy;
@@ -109,12 +110,13 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
   Admission found;
   found.each = policy.FootprintOf(context, total);
   found.hbm_bytes_each = world.hbm->layout().BytesFor(found.each.hbm_tokens);
-  const TokensByKind home = policy.FootprintOf(0, total).dram_tokens;  // of one that runs
+  // Footprint of a running sequence.
+  const TokensByKind home = policy.FootprintOf(0, total).dram_tokens;
   found.dram_bytes_each = world.dram->layout().BytesFor(home);
   int& batch = found.batch;
   bool arrives = true;
   for (; batch < world.slots; ++batch) {
-    // It comes with all that is handed over, beside those that run.
+    // A sequence arrives with everything that is handed over, beside the running ones.
     arrives = !world.dram->TryReserve(found.each.dram_tokens).empty();
     if (!arrives) break;
     std::unique_ptr<SequenceCache> none;
@@ -250,13 +252,13 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
     before = run.statistics;
     workers_before = run.workers;
   };
-  // Copies by the host wait for the stream, which no recording can.
+  // Copies by the host wait for the stream, which a recorded step cannot do.
   std::unique_ptr<Device> unrecorded;
   if (OptionsOf(world, name).ess.probe.row_copies) {
     unrecorded = NewStepDevice(world.device, {.record = false});
   }
   Device* const device = unrecorded != nullptr ? unrecorded.get() : world.device;
-  // All since the policy was made, which has decoded nothing else.
+  // The statistics since the policy's creation: it has decoded nothing else.
   options.first_tokens = kFirstSteps;
   options.on_first = [&] { run.first = policy->Statistics(); };
   PolicyStatistics half;
@@ -293,13 +295,14 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
 absl::StatusOr<MeanSelection> FindMeanSelection(const PolicyWorld& world, const std::string& name,
                                                 const std::vector<Context>& contexts,
                                                 double tokens) {
-  constexpr double kMost = 10;  // the power of two that beta is sought below, and above its inverse
+  // Beta is sought between 2^-kMost and 2^kMost.
+  constexpr double kMost = 10;
   constexpr int kHalvings = 8, kSteps = 2;
   constexpr double kClose = 0.03;
   MeanSelection found;
-  double low = -kMost, high = kMost;  // the selection shrinks as beta grows
+  double low = -kMost, high = kMost;  // The selection shrinks as beta grows.
   for (int i = 0; i < kHalvings; ++i) {
-    // What suits most workloads is found first.
+    // Beta 1, which suits most workloads, is tried first.
     const double power = i == 0 ? 0 : (low + high) / 2;
     PolicyWorld one = world;
     one.options.hgca.beta = found.beta = static_cast<float>(std::exp2(power));
@@ -312,4 +315,4 @@ absl::StatusOr<MeanSelection> FindMeanSelection(const PolicyWorld& world, const 
   return found;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

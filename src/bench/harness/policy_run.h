@@ -1,5 +1,5 @@
-// One policy over a model, under the caps that every policy of a comparison has: how many sequences
-// it admits, and how the real engine decodes them.
+// Runs one policy over a model under the memory caps that every policy of a comparison has:
+// measures how many sequences it admits and how fast the real engine decodes them.
 #pragma once
 
 #include <cstdint>
@@ -18,28 +18,29 @@
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// What all policies share, one after the other: a tier of 110 GiB takes long to allocate.
-// Everything outlives the runs.
+// The resources that all policies share, one after the other: a tier of 110 GiB takes long to
+// allocate. Everything outlives the runs.
 struct PolicyWorld {
   Device* device = nullptr;
   Model* model = nullptr;
-  PagePool* hbm = nullptr;   // the cap for caches, digests and tables
-  PagePool* dram = nullptr;  // for homes
+  PagePool* hbm = nullptr;   // The cap for caches, digests and tables.
+  PagePool* dram = nullptr;  // Holds the host KV caches.
   int max_context = 0;
   int slots = 1;
-  PolicyOptions options;  // device, pools, slots and sizes are filled in for each policy
+  PolicyOptions options;  // Device, pools, slots and sizes are filled in for each policy.
 };
 
-// Both tiers' memory, which is cut anew for each policy: to pin 100 GiB takes half a minute.
+// The memory of both tiers. Each policy gets new pools in the same memory, because pinning 100 GiB
+// takes half a minute.
 class BenchTiers {
  public:
   // RESOURCE_EXHAUSTED names the tier.
   static absl::StatusOr<std::unique_ptr<BenchTiers>> Create(Device& device, int64_t hbm_bytes,
                                                             int64_t dram_bytes);
-  // Pools as the policy of that name wants them, in world->hbm and world->dram; those of before
-  // end. REQUIRES: nobody has anything of them.
+  // Makes the pools that the policy of that name needs, sets world->hbm and world->dram, and frees
+  // the previous pools. REQUIRES: nobody holds pages of the previous pools.
   absl::Status Cut(PolicyWorld* world, const std::string& name);
 
  private:
@@ -49,15 +50,16 @@ class BenchTiers {
   std::unique_ptr<PagePool> hbm_, dram_;
 };
 
-// What the policy of that name is made with.
+// Returns the options of the policy of that name.
 PolicyOptions OptionsOf(const PolicyWorld& world, const std::string& name);
 
-// REQUIRES: no other policy has anything of the pools. The policy's errors, with its name.
+// Creates the policy. Returns the policy's errors with its name. REQUIRES: no other policy holds
+// pages of the pools.
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> SetUpPolicy(const PolicyWorld& world,
                                                              const std::string& name);
 
-// Sequences of `context` tokens, and `total` at their end, that the policy admits together, at most
-// its slots; and what keeps it from one more: "HBM", "DRAM" or "slots".
+// How many sequences of `context` tokens, which grow to `total`, the policy admits together, at
+// most its slots; and the resource that bounds them: "HBM", "DRAM" or "slots".
 struct Admission {
   int batch = 0;
   std::string bound;
@@ -67,57 +69,59 @@ struct Admission {
 Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_t context,
                        int64_t total);
 
-// What a run of one policy comes to.
+// The measurements of one run of a policy.
 struct PolicyRun {
   std::string policy;
   int batch = 0;
   int context = 0;
-  bool largest = false;  // batch that the policy admits
+  bool largest = false;  // The batch is the largest that the policy admits.
   Admission admission;
-  float beta = 0;       // of policy hgca
-  Timing step;          // seconds, of windows
-  double tpot_p50 = 0;  // seconds between tokens of one sequence
+  float beta = 0;       // Policy hgca's.
+  Timing step;          // Seconds of a step, over the windows.
+  double tpot_p50 = 0;  // Seconds between tokens of one sequence.
   double tpot_p99 = 0;
-  double idle_share = 0;  // of a traced run: time in which no kernel of the model ran
-  // Of the windows alone: not what the first steps bring.
+  double idle_share = 0;  // Share of a traced run's time in which no kernel of the model ran.
+  // Counted in the windows alone, without the first steps.
   PolicyStatistics statistics;
   WorkerStatistics workers;
-  StepTraffic step_bytes;  // that a step must move
+  StepTraffic step_bytes;  // Bytes that a step must move.
   int64_t budget_tokens = 0;
   int kv_heads = 0;
-  bool latent = false;  // of a model with latent caches
+  bool latent = false;  // The model has latent caches.
 
-  // Of latent caches: of each sequence's first kFirstSteps steps, and of the last windows.
+  // Latent caches: statistics of each sequence's first kFirstSteps steps, and of the last windows.
   PolicyStatistics first, steady;
 
   double tokens_per_second() const { return batch / step.median; }
-  // Means over the layers that select; 0 and 1 where none does.
+  // Means over the layers that select; 0 and 1 if no layer does.
   double CpuShare() const;
   double HitRate() const;
-  double RecallInterval() const;  // decode rows for each one with a recall; 0: there was none
+  double RecallInterval() const;  // Decode rows per row with a recall; 0: no recall happened.
   double LinkBytesPerStep() const;
-  double CpuTokens() const;  // of a row and KV head that the CPU attended to, or the link brought
+  // Tokens per row and KV head that the CPU attended to or the link brought.
+  double CpuTokens() const;
 };
 
-// Entries of latent caches that a sequence misses in a step, by layer; and over the layers.
+// Return the entries of latent caches that a sequence misses in a step, by layer; and their spread
+// over the layers.
 std::vector<double> MissesByLayer(const PolicyStatistics& statistics);
 struct LayerSpread {
   double mean = 0, least = 0, most = 0;
 };
 LayerSpread SpreadOfLayers(const std::vector<double>& layers);
-// ESS, section 3.2, on a pool's first steps.
+// ESS, section 3.2, looks at this many first steps of a pool.
 inline constexpr int kFirstSteps = 16;
 
-// Decodes `batch` of the contexts, handed over in turn, in windows of `steps`; then, if `trace` is
-// not null, once more under the trace.
+// Decodes `batch` of the contexts, handed over in turn, in windows of `steps`. If `trace` is not
+// null, decodes once more under the trace.
 absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string& name,
                                     const std::vector<Context>& contexts, int batch, int steps,
                                     StepTrace* trace);
-// Tokens that RunPolicy needs beyond the context.
+// Returns the tokens that RunPolicy needs beyond the context.
 int PolicyRunTokens(int steps);
 
-// A beta of policy hgca with which the CPU attends to `tokens` tokens on average, for each row and
-// KV head, and what it found: by halving, a short run of one sequence each.
+// Finds a beta of policy hgca with which the CPU attends to `tokens` tokens on average for each row
+// and KV head. Searches by bisection; each try is a short run of one sequence.
 struct MeanSelection {
   float beta = 0;
   double tokens = 0;
@@ -126,12 +130,12 @@ absl::StatusOr<MeanSelection> FindMeanSelection(const PolicyWorld& world, const 
                                                 const std::vector<Context>& contexts,
                                                 double tokens);
 
-// The share of a trace's time in which no kernel of the model ran on any stream; what a kernel does
-// before the trace's begin or after its end does not count. Waits are no kernels, and those that
-// only move K and V over the link are none of the model.
+// Returns the share of a trace's time in which no kernel of the model ran on any stream. Only the
+// part of a kernel inside the trace counts. Waits are not kernels, and kernels that only move K and
+// V over the link are not the model's.
 double IdleShare(const StepTrace& trace);
 
-// The value below which that share of the values lie; 0 of none.
+// Returns the value below which that share of the values lie; 0 if there are none.
 double Percentile(std::vector<double> values, double share);
 
-}  // namespace sluice
+}  // namespace sluice::bench

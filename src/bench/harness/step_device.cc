@@ -9,7 +9,7 @@
 #include "src/device/trace.h"
 #include "src/device/worker_team.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 class TwoVersions : public Program {
@@ -87,4 +87,4 @@ std::unique_ptr<Device> NewStepDevice(Device* device, const StepDeviceOptions& o
   return std::make_unique<StepDevice>(device, options);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

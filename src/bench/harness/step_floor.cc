@@ -7,13 +7,13 @@
 #include "src/base/status_macros.h"
 #include "src/bench/report/timing.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kCopies = 7;
 constexpr double kReadSeconds = 0.3;
 
-// Seconds of a copy between two memories.
+// Returns the seconds of a copy between two memories.
 double CopySeconds(Device& device, void* target, const void* source, size_t bytes) {
   const std::unique_ptr<Stream> stream = device.NewStream(Device::StreamKind::kCopy);
   const std::unique_ptr<TimedEvent> begin = device.NewTimedEvent(), end = device.NewTimedEvent();
@@ -33,7 +33,7 @@ double CopySeconds(Device& device, void* target, const void* source, size_t byte
 
 absl::StatusOr<StepTraffic> MeasureRates(BenchDevice& bench, int threads) {
   Device& device = bench.device();
-  // Larger than any cache; on the CPU device all of it is the host's memory.
+  // Larger than any cache. On the CPU device all memory is the host's.
   const bool gpu = device.Memory().total_bytes > 0;
   const size_t bytes = gpu ? size_t{1} << 30 : size_t{128} << 20;
   StepTraffic rates;
@@ -57,7 +57,8 @@ absl::StatusOr<StepTraffic> MeasureRates(BenchDevice& bench, int threads) {
 
 namespace {
 
-// Of a model with latent caches. A row reads its index keys and the entries that it attends to.
+// Returns the bytes of a step of a model with latent caches. A row reads its index keys and the
+// entries that it attends to.
 StepTraffic BytesOfLatentStep(const Model& model, const PolicyStatistics& statistics, int batch,
                               double tokens) {
   const ModelConfig& c = model.config();
@@ -67,11 +68,11 @@ StepTraffic BytesOfLatentStep(const Model& model, const PolicyStatistics& statis
       layout.kinds.size() > 1 ? static_cast<double>(layout.kinds[1].bytes_per_token) : 0;
   const double selected =
       c.latent->indexer.has_value() ? std::min<double>(c.latent->indexer->top_k, tokens) : tokens;
-  StepTraffic sum;  // of a row, until the end
+  StepTraffic sum;  // Of one row, until the return.
   for (int layer = 0; layer < c.layers; ++layer) {
     sum.hbm += entry + key + tokens * key + selected * entry;
     const auto at = static_cast<size_t>(layer);
-    if (at >= statistics.layers.size()) continue;  // nothing leaves HBM
+    if (at >= statistics.layers.size()) continue;  // Nothing leaves HBM.
     sum.to_host += entry;
     const PolicyStatistics::Layer& of = statistics.layers[at];
     if (of.steps == 0) continue;
@@ -91,14 +92,14 @@ StepTraffic BytesOfStep(const Model& model, AttentionPolicy& policy,
   const ModelConfig& c = model.config();
   if (c.latent.has_value()) return BytesOfLatentStep(model, statistics, batch, tokens);
   const CacheKind& kv = model.cache_layout().kinds[0];
-  const auto unit = static_cast<double>(kv.bytes_per_token);  // K and V of a token, of one head
-  const double own = kv.heads * unit;                         // of the row's own token
+  const auto unit = static_cast<double>(kv.bytes_per_token);  // K and V of one token and head.
+  const double own = kv.heads * unit;                         // The row's own token.
   const double values = sizeof(float) * static_cast<double>(c.heads);
   const bool workers = policy.Workers().workers > 0;
   const auto q_weights = 2.0 * c.hidden_size * c.heads * c.head_dim;
   const int64_t embedding = c.tie_word_embeddings ? 0 : int64_t{c.vocab_size} * c.hidden_size * 2;
 
-  StepTraffic sum;  // of a row, until the end
+  StepTraffic sum;  // Of one row, until the return.
   double shared = static_cast<double>(model.weight_bytes() - embedding);
   for (int layer = 0; layer < c.layers; ++layer) {
     sum.hbm += own;
@@ -107,7 +108,7 @@ StepTraffic BytesOfStep(const Model& model, AttentionPolicy& policy,
     const PolicyStatistics::Layer none;
     const PolicyStatistics::Layer& of =
         at < statistics.layers.size() ? statistics.layers[at] : none;
-    if (of.steps == 0 || of.selected == 0) {  // dense
+    if (of.steps == 0 || of.selected == 0) {  // The layer is dense.
       sum.hbm += tokens * own;
       continue;
     }
@@ -143,4 +144,4 @@ nlohmann::json ToJson(const StepTraffic& traffic) {
           {"dram", traffic.dram}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 class Phases : public TurnTrace {
@@ -30,7 +30,8 @@ absl::StatusOr<StepTrace> TraceSteps(EngineRunOptions options, int slots, Device
                                      Model* model, PagePool* hbm, AttentionPolicy* policy) {
   Phases phases;
   options.trace = &phases;
-  // Before the engine is made, so that what it records (graphs) is recorded under the trace.
+  // The trace starts before the engine is created, so that the programs (graphs) that the engine
+  // records are recorded under the trace.
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceTrace> trace, device->StartTrace());
   StepTrace out;
   SLUICE_ASSIGN_OR_RETURN(out.windows, RunEngine(options, slots, device, model, hbm, policy));
@@ -53,4 +54,4 @@ absl::StatusOr<StepTrace> TraceSteps(EngineRunOptions options, int slots, Device
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,4 +1,4 @@
-// A stretch of the engine's steps seen from both sides: what ran on the device's streams, and what
+// A stretch of the engine's steps seen from both sides: the work on the device's streams, and what
 // the engine's thread did meanwhile.
 #pragma once
 
@@ -9,25 +9,25 @@
 #include "src/bench/harness/engine_run.h"
 #include "src/device/trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct HostPhase {
-  std::string name;  // as TurnTrace has them
+  std::string name;  // A phase's name in TurnTrace.
   absl::Time begin, end;
 };
 
 struct StepTrace {
   std::string name;  // "batch 8, context 512"
   int steps = 0;
-  absl::Time begin, end;           // of the stretch; every slice begins inside it
-  std::vector<TraceSlice> device;  // by stream, then by begin
-  std::vector<HostPhase> host;     // by begin
+  absl::Time begin, end;           // The stretch; every slice begins inside it.
+  std::vector<TraceSlice> device;  // By stream, then by begin.
+  std::vector<HostPhase> host;     // By begin.
   std::vector<EngineWindow> windows;
 };
 
-// Runs the engine (RunEngine's arguments) and notes the steps of its windows. The run is slower
-// than an unobserved one: its times explain, and are no figures.
+// Runs the engine (with RunEngine's arguments) and records the steps of its windows. The run is
+// slower than an unobserved one: its times explain a step and are not figures.
 absl::StatusOr<StepTrace> TraceSteps(EngineRunOptions options, int slots, Device* device,
                                      Model* model, PagePool* hbm, AttentionPolicy* policy);
 
-}  // namespace sluice
+}  // namespace sluice::bench

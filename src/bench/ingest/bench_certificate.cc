@@ -12,7 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr long kDaySeconds = 24L * 3600;
@@ -40,7 +40,7 @@ bool AddExtension(X509* certificate, int kind, const char* value) {
 absl::StatusOr<std::string> MakeBenchCertificate() {
   std::string folder = "/tmp/sluice-bench.XXXXXX";
   if (mkdtemp(folder.data()) == nullptr) {
-    return absl::UnavailableError(absl::StrCat("cannot make ", folder));
+    return absl::UnavailableError(absl::StrCat("cannot create the folder ", folder));
   }
   const std::unique_ptr<EVP_PKEY, Free> key(EVP_EC_gen("P-256"));
   const std::unique_ptr<X509, Free> certificate(X509_new());
@@ -84,4 +84,4 @@ std::string BenchAccessFile(const std::string& folder) {
   return absl::StrCat(folder, "/access.json");
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

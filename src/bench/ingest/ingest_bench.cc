@@ -1,5 +1,5 @@
-// sluice-bench ingest: what a node lands per second, beside raw gRPC with the same messages in the
-// same run, and what a decode that runs meanwhile loses.
+// sluice-bench ingest: measures the bytes per second that a node receives, beside raw gRPC with the
+// same messages in the same run, and the loss of a decode that runs meanwhile.
 #include "src/bench/ingest/ingest_bench.h"
 
 #include <algorithm>
@@ -35,14 +35,16 @@
 #include "src/service/ingest/ingest_service.h"
 #include "src/service/pull/puller.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
-    R"(Times the way of caches into a node: Reserve, Write with checksums, Commit, over a real connection from
-a process of its own (ingest), and the same caches read from that process by KvSource (pull). Beside them, in turn and with the same messages: gRPC that throws each message
-away, and gRPC that copies each once into as much memory. Rates are of payload bytes; CPU seconds are per 10^9 of them.
-With --model, also what a decode loses beside ingest at --rate, against a load that spins away the same CPU.
+    R"(Times the transfer of KV caches into a node: pushed by Reserve, Write with checksums and Commit, over a real
+connection from a separate process (ingest), and read from that process by KvSource (pull). In turn with these
+run two peers with the same messages: gRPC that throws each message away (discard), and gRPC that copies each
+once into as much memory (copy). Rates are of payload bytes; CPU seconds are per 10^9 payload bytes.
+With --model, also measures how much a decode loses beside ingest at --rate, compared with a load that spins
+away the same CPU time.
 )";
 constexpr char kExamples[] =
     R"(  sluice-bench ingest
@@ -52,7 +54,7 @@ constexpr char kExamples[] =
 
 constexpr char kFingerprint[] = "0000000000000000000000000000000000000000000000000000000000000000";
 
-// The caches of a model with 32 layers and 8 KV heads of 128 in bf16: 4 KiB a token and layer.
+// The caches of a model with 32 layers and 8 KV heads of 128 in bf16: 4 KiB per token and layer.
 CacheLayout BenchLayout() {
   CacheKind kind;
   kind.name = "kv";
@@ -62,13 +64,13 @@ CacheLayout BenchLayout() {
   return {32, {kind}};
 }
 
-// A node's ingest without the rest of it.
+// The ingest side of a node, without the rest of the node.
 struct IngestSide {
   absl::Status Start(Device* device, uint64_t bytes) {
     const CacheLayout layout = BenchLayout();
     for (auto [pool, name] : {std::pair(&dram, "dram"), std::pair(&hbm, "hbm")}) {
       SLUICE_ASSIGN_OR_RETURN(Buffer arena, device->Allocate(MemoryKind::kPinned, bytes, name));
-      // The pages of a node that has served for a while have been touched.
+      // Touches all pages, as a node that has served for a while has.
       if (pool == &dram) std::memset(arena.data(), 1, arena.bytes());
       SLUICE_ASSIGN_OR_RETURN(*pool, PagePool::Create(name, layout, std::move(arena)));
     }
@@ -84,8 +86,8 @@ struct IngestSide {
     });
     return absl::OkStatus();
   }
-  // As a Generate and its engine: reads the caches of `prompt` tokens, each of them 1, and drops
-  // them. The seconds until they are ready.
+  // Acts like a Generate and its engine: reads the caches of `prompt` tokens, each of them 1, and
+  // drops them. Returns the seconds until they are ready.
   absl::StatusOr<double> Pull(Puller* puller, const SendResult& held, size_t prompt) {
     Request request;
     request.handoff.source.address = held.address;
@@ -122,7 +124,7 @@ struct IngestSide {
   std::unique_ptr<PagePool> dram, hbm;
   std::unique_ptr<TransferTable> table;
   absl::Mutex mutex;
-  bool changed ABSL_GUARDED_BY(mutex) = false;  // in the table, since somebody looked
+  bool changed ABSL_GUARDED_BY(mutex) = false;  // The table has changed since the last look.
 };
 
 constexpr std::array<const char*, 4> kPeers = {"discard", "copy", "ingest", "pull"};
@@ -134,7 +136,7 @@ class IngestBench {
       : options_(o), out_(o.json), report_(std::move(report)) {}
   ~IngestBench() {
     puller_.reset();
-    servers_ = {};  // they look at the files now and then
+    servers_ = {};  // The servers read the files now and then.
     if (!tls_folder_.empty()) std::filesystem::remove_all(tls_folder_);
   }
 
@@ -160,7 +162,8 @@ class IngestBench {
     context_ = std::max<int64_t>(32, (options_.transfer_mib << 20) / layout.BytesFor(32) * 32);
     transfer_bytes_ = layout.BytesFor(context_);
     SLUICE_ASSIGN_OR_RETURN(device_, NewCpuDevice({"auto", 1}));
-    // Two transfers' room for both: a transfer may begin before the last one's pages are back.
+    // Both have room for two transfers: a transfer may begin before the previous one's pages are
+    // free.
     const auto bytes = static_cast<uint64_t>(2 * transfer_bytes_ + (1 << 20));
     SLUICE_RETURN_IF_ERROR(ingest_.Start(device_.get(), bytes));
     SLUICE_ASSIGN_OR_RETURN(copies_, device_->Allocate(MemoryKind::kPinned, bytes, "copies"));
@@ -230,7 +233,8 @@ class IngestBench {
     pull.transfers = ingest_.table.get();
     pull.channels = channels_.get();
     puller_ = std::make_unique<Puller>(std::move(pull));
-    for (size_t peer = 0; peer < kPeers.size(); ++peer) {  // connections, caches, page tables
+    // Warms up connections, caches and page tables.
+    for (size_t peer = 0; peer < kPeers.size(); ++peer) {
       SLUICE_RETURN_IF_ERROR(Send(peer, chunk_kib).status());
     }
     std::array<std::vector<Sample>, kPeers.size()> samples;
@@ -249,7 +253,7 @@ class IngestBench {
     };
     for (size_t peer = 0; peer < kPeers.size(); ++peer) {
       const Timing rate = timing(peer, [](const Sample& s, size_t) { return s.rate; });
-      // Of the same round.
+      // Compares samples of the same round.
       const auto over = [&](size_t other) {
         return timing(peer,
                       [&](const Sample& s, size_t i) { return s.rate / samples[other][i].rate; });
@@ -287,7 +291,7 @@ class IngestBench {
   std::unique_ptr<IngestSender> sender_;
   std::unique_ptr<Device> device_;
   Buffer copies_;
-  std::string tls_folder_;  // empty: without TLS
+  std::string tls_folder_;  // Empty: without TLS.
   std::unique_ptr<Access> access_;
   IngestSide ingest_;
   std::unique_ptr<Channels> channels_;
@@ -310,20 +314,21 @@ void SetLayout(const CacheLayout& layout, SendJob* job) {
 int RunIngestBench(const Invocation& invocation) {
   IngestBenchOptions o;
   Flags flags("sluice-bench ingest", kAbout, kExamples);
-  flags.Integers("chunks", "payload of a message in KiB", 128, 16384, &o.chunks_kib);
-  flags.Integer("transfer-mib", "bytes of a transfer, in MiB", 4, 16384, &o.transfer_mib);
+  flags.Integers("chunks", "payloads of a message, in KiB", 128, 16384, &o.chunks_kib);
+  flags.Integer("transfer-mib", "size of a transfer in MiB", 4, 16384, &o.transfer_mib);
   flags.Integer("rounds", "measured transfers of each kind", 1, 10000, &o.rounds);
-  flags.Integer("streams", "Write streams at once, each on its own connection", 1, 64, &o.streams);
-  flags.Switch("tls", "over mTLS, all of it: what it is compared with too", &o.tls);
-  flags.Text("model", "DIR", "Hugging Face directory that decodes meanwhile", &o.model);
-  flags.Switch("dummy", "its weights by formula: config.json alone is read", &o.dummy);
-  flags.Integer("threads", "threads that decode; 0: as the server chooses", 0, 1024, &o.threads);
+  flags.Integer("streams", "concurrent Write streams, each on its own connection", 1, 64,
+                &o.streams);
+  flags.Switch("tls", "use mTLS for ingest and for everything that it is compared with", &o.tls);
+  flags.Text("model", "DIR", "Hugging Face directory of a model that decodes meanwhile", &o.model);
+  flags.Switch("dummy", "use formula weights: only config.json is read", &o.dummy);
+  flags.Integer("threads", "decode threads; 0: the server's choice", 0, 1024, &o.threads);
   flags.Number("rate", "bytes per second of ingest beside the decode", 1e6, 1e11, &o.rate);
-  flags.Seconds("window", "of each measurement beside the decode", 60, &o.window_seconds);
-  flags.File("json", "write the report as JSON, without FILE to standard output", &o.json);
+  flags.Seconds("window", "length of each measurement beside the decode", 60, &o.window_seconds);
+  flags.File("json", "write the report as JSON; without FILE, to standard output", &o.json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
   if (o.tls && !o.model.empty()) {
-    return Fail(absl::InvalidArgumentError("--tls measures no decode beside: leave out --model"));
+    return Fail(absl::InvalidArgumentError("--tls measures no decode: leave out --model"));
   }
   if (!o.model.empty()) {
     const absl::StatusOr<ModelConfig> config = LoadModelConfig(o.model);
@@ -341,10 +346,10 @@ int RunIngestBench(const Invocation& invocation) {
     report.shape.emplace_back("model", o.model);
     report.shape.emplace_back("rate", absl::StrCat(o.rate));
   }
-  // The node's own lines about transfers that come and go are not the report's.
+  // The report does not contain the node's log lines about transfers.
   SetUpLogging(LogLevel::kWarn, LogFormat::kText);
   const absl::StatusOr<int> status = IngestBench(o, std::move(report)).Run();
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,4 +1,4 @@
-// The parts of sluice-bench ingest.
+// Declarations that the parts of sluice-bench ingest share.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 #include "src/bench/report/subcommand.h"
 #include "src/kv/cache_layout.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct IngestBenchOptions {
   std::vector<int64_t> chunks_kib = {256, 1024, 4096};
   int64_t transfer_mib = 256;
   int64_t rounds = 9;
   int64_t streams = 1;
-  bool tls = false;   // mTLS, with a certificate made for it
-  std::string model;  // empty: no decode beside
+  bool tls = false;   // Use mTLS, with a certificate made for the run.
+  std::string model;  // Model that decodes beside ingest; empty: none.
   bool dummy = false;
   int64_t threads = 0;
   double rate = 250e6;
@@ -27,12 +27,12 @@ struct IngestBenchOptions {
   std::string json;
 };
 
-// What `job` sends are caches of this layout. REQUIRES: one kind.
+// Makes `job` send caches of this layout. REQUIRES: one kind.
 void SetLayout(const CacheLayout& layout, SendJob* job);
 
-// One sequence decodes without end; in turn alone, beside ingest at options.rate, and beside a load
-// that spins away as much CPU as that ingest took.
+// Measures the throughput of one decoding sequence, in turn alone, beside ingest at options.rate,
+// and beside a load that spins away as much CPU time as that ingest took.
 absl::Status MeasureInterference(const IngestBenchOptions& options, IngestSender* sender,
                                  const Output& out, Report* report);
 
-}  // namespace sluice
+}  // namespace sluice::bench

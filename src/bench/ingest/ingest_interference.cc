@@ -1,4 +1,4 @@
-// What a decode loses to ingest that runs beside it.
+// Measures how much a decode loses to ingest that runs beside it.
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -26,7 +26,7 @@
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/ingest/ingest_service.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kMaxContext = 4096;
@@ -40,7 +40,7 @@ std::set<std::string> Threads() {
   return threads;
 }
 
-// CPU seconds so far of the threads that are not among `others`.
+// Returns the CPU seconds so far of the threads that are not among `others`.
 double CpuSecondsWithout(const std::set<std::string>& others) {
   double seconds = 0;
   for (const std::string& thread : Threads()) {
@@ -58,8 +58,8 @@ double ThreadCpuSeconds() {
   return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
 }
 
-// Spins for `share` of the time until `end`, in portions that are due every `period`, as messages
-// are.
+// Spins for `share` of the time until `end`, in portions that are due every `period`, like
+// messages.
 void Spin(double share, absl::Duration period, absl::Time end) {
   const absl::Time start = absl::Now();
   const double cpu = ThreadCpuSeconds();
@@ -72,7 +72,7 @@ void Spin(double share, absl::Duration period, absl::Time end) {
   }
 }
 
-// A node of one model whose engine decodes sequences without end.
+// A node with one model whose engine decodes sequences without end.
 class BusyNode {
  public:
   absl::Status Start(const IngestBenchOptions& o, int64_t ingest_tokens) {
@@ -91,7 +91,7 @@ class BusyNode {
     table.model_fingerprint = model_->fingerprint();
     table.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
     table.max_context = 1 << 30;
-    // Nothing that is sent is ever decoded, so none of it has to fit into HBM.
+    // Transferred sequences are never decoded, so they need no room in HBM.
     table.footprint = [](int64_t context, int64_t) { return Footprint{context, 0}; };
     transfers_ =
         std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
@@ -128,7 +128,7 @@ class BusyNode {
     return absl::OkStatus();
   }
 
-  // Tokens per second of one sequence from kPromptTokens on, as long as `beside` runs; every
+  // Returns the tokens per second of one sequence from kPromptTokens on, while `beside` runs. Every
   // measurement decodes the same positions.
   absl::StatusOr<double> DecodeBeside(const std::function<absl::Status()>& beside) {
     auto stream = std::make_shared<TokenStream>(kMaxContext, nullptr);
@@ -142,7 +142,8 @@ class BusyNode {
     request.sink = stream;
     SLUICE_ASSIGN_OR_RETURN(const SequenceId id, engine_->Submit(std::move(request)));
     size_t before = 0;
-    while (before < 8) before += stream->ReadBlocking().tokens.size();  // it runs at its pace
+    // The sequence has reached its pace.
+    while (before < 8) before += stream->ReadBlocking().tokens.size();
     const absl::Time start = absl::Now();
     const absl::Status status = beside();
     size_t tokens = stream->Read().tokens.size();
@@ -197,7 +198,7 @@ absl::Status MeasureInterference(const IngestBenchOptions& o, IngestSender* send
   constexpr int kTransferTokens = 4096;
   BusyNode node;
   SLUICE_RETURN_IF_ERROR(node.Start(o, kTransferTokens));
-  const std::set<std::string> decoding = Threads();  // and this one
+  const std::set<std::string> decoding = Threads();  // Includes this thread.
   SLUICE_RETURN_IF_ERROR(node.Serve());
 
   SendJob job;
@@ -213,7 +214,7 @@ absl::Status MeasureInterference(const IngestBenchOptions& o, IngestSender* send
   const absl::Duration period = absl::Seconds(static_cast<double>(kChunkBytes) / o.rate);
 
   std::vector<double> alone, ingest, spin, ratio, sent_rate, cpu_share;
-  for (int64_t round = -1; round < o.rounds; ++round) {  // the first one does not count
+  for (int64_t round = -1; round < o.rounds; ++round) {  // The first round does not count.
     SLUICE_ASSIGN_OR_RETURN(const double a, node.DecodeBeside([&] {
       absl::SleepFor(window);
       return absl::OkStatus();
@@ -248,8 +249,8 @@ absl::Status MeasureInterference(const IngestBenchOptions& o, IngestSender* send
   const double rate = TimingOf(sent_rate).median, cores = TimingOf(cpu_share).median;
   out.Print(absl::StrFormat(
       "\ndecode, one sequence of %s: alone %.1f tokens/s (%.1f-%.1f); beside ingest of %.2f GB/s "
-      "%.1f (%.1f-%.1f);\nbeside a spin load of its %.2f cores %.1f (%.1f-%.1f): a token takes "
-      "%.2f x (%.2f-%.2f) of what it takes beside the spin load\n",
+      "%.1f (%.1f-%.1f);\nbeside a spin load of its %.2f cores %.1f (%.1f-%.1f): the time "
+      "per token is %.2f x (%.2f-%.2f) that beside the spin load\n",
       node.model().config().name, a.median, a.low, a.high, rate * 1e-9, i.median, i.low, i.high,
       cores, s.median, s.low, s.high, r.median, r.low, r.high));
   report->figures.push_back(RateFigure("decode alone", a));
@@ -263,4 +264,4 @@ absl::Status MeasureInterference(const IngestBenchOptions& o, IngestSender* send
   return absl::OkStatus();
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

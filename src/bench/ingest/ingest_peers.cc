@@ -10,7 +10,7 @@
 #include "sluice/v1/ingest.grpc.pb.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 class Peer final : public v1::KvIngest::WithRawCallbackMethod_Write<v1::KvIngest::Service> {
@@ -19,9 +19,9 @@ class Peer final : public v1::KvIngest::WithRawCallbackMethod_Write<v1::KvIngest
 
   grpc::ServerReadReactor<grpc::ByteBuffer>* Write(grpc::CallbackServerContext*,
                                                    grpc::ByteBuffer* response) override {
-    const grpc::Slice nothing;  // an empty WriteResponse
+    const grpc::Slice nothing;  // An empty WriteResponse.
     *response = grpc::ByteBuffer(&nothing, 1);
-    return new Reactor(this);  // deletes itself
+    return new Reactor(this);  // Deletes itself.
   }
 
  private:
@@ -70,4 +70,4 @@ GrpcService NewCopyPeer(absl::Span<uint8_t> target) {
   return {v1::KvIngest::service_full_name(), std::make_shared<Peer>(target)};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

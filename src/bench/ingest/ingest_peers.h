@@ -1,4 +1,5 @@
-// What ingest is compared with: KvIngest.Write as the transport alone, with the same messages.
+// The peers that ingest is compared with: KvIngest.Write as the transport alone, with the same
+// messages.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +7,12 @@
 #include "absl/types/span.h"
 #include "src/service/wire/grpc_service.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// Takes every message and throws it away.
+// Returns a service that takes every message and throws it away.
 GrpcService NewDiscardPeer();
-// Copies every message once, to the next place in `target`, which is used over and over.
-// REQUIRES: target outlives it and is larger than any message.
+// Returns a service that copies every message once, to the next position in `target`, which is used
+// over and over. REQUIRES: target outlives the service and is larger than any message.
 GrpcService NewCopyPeer(absl::Span<uint8_t> target);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -27,11 +27,11 @@
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/status_mapping.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-// What payloads are cut from: larger than a cache, so that the sender reads memory as a prefill
-// node does.
+// Payloads are cut from this many bytes, more than fit in a CPU cache, so that the sender reads
+// memory as a prefill node does.
 constexpr size_t kSourceBytes = size_t{64} << 20;
 
 bool ReadAll(int fd, void* data, size_t bytes) {
@@ -58,8 +58,8 @@ bool WriteAll(int fd, const void* data, size_t bytes) {
   return true;
 }
 
-// The messages of one transfer. Payloads lie in `source` and are sent from there, with no copy and
-// no checksum in the measured time: both are the same for every peer.
+// The messages of one transfer. Payloads lie in `source` and are sent from there, without a copy or
+// a checksum in the measured time: both would be the same for every peer.
 class Messages {
  public:
   Messages(const SendJob& job, const std::vector<uint8_t>& source) : source_(source) {
@@ -88,14 +88,14 @@ class Messages {
 
   size_t count() const { return messages_.size(); }
   uint64_t payload_bytes(size_t i) const { return messages_[i].payload.size(); }
-  // A serialised WriteRequest.
+  // Returns a serialised WriteRequest.
   grpc::ByteBuffer Serialise(size_t i, const std::string& transfer_id) {
     Message& message = messages_[i];
     message.header.set_transfer_id(transfer_id);
-    std::string front(1, '\x0A');  // header: field 1, of a length
+    std::string front(1, '\x0A');  // Header: field 1, length-delimited.
     AppendVarint(message.header.ByteSizeLong(), &front);
     message.header.AppendToString(&front);
-    front.push_back('\x12');  // payload: field 2, of a length
+    front.push_back('\x12');  // Payload: field 2, length-delimited.
     AppendVarint(message.payload.size(), &front);
     const grpc::Slice slices[] = {
         grpc::Slice(front),
@@ -126,7 +126,7 @@ class Sending {
         NewChannelCredentials(folder.empty() ? TlsFiles() : BenchTlsFiles(folder));
     for (int i = 0; i < job.streams; ++i) {
       grpc::ChannelArguments arguments = IngestChannelArguments();
-      arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a connection of its own
+      arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // A separate connection.
       channels_.push_back(grpc::CreateCustomChannel(job.address, credentials, arguments));
     }
     stub_ = v1::KvIngest::NewStub(channels_[0]);
@@ -194,7 +194,7 @@ class Sending {
     return response.transfer_id();
   }
 
-  // Every message whose number is `stream` modulo the streams.
+  // Sends every message whose number is `stream` modulo the number of streams.
   absl::Status Write(size_t stream, const std::string& id) {
     grpc::ClientContext context;
     grpc::ByteBuffer response;
@@ -227,10 +227,10 @@ class Sending {
   std::unique_ptr<v1::KvIngest::Stub> stub_;
   absl::Time start_;
   std::atomic<uint64_t> paced_bytes_{0}, sent_bytes_{0}, sent_{0};
-  std::atomic<bool> over_{false};  // the time of a paced job
+  std::atomic<bool> over_{false};  // The time of a paced job is over.
 };
 
-// The child: one job after the other, until the parent closes the socket.
+// Runs in the child: serves one job after the other until the parent closes the socket.
 [[noreturn]] void Serve(int socket) {
   std::vector<uint8_t> source(kSourceBytes);
   SplitMix64 random(1);
@@ -316,4 +316,4 @@ double IngestSender::CpuSeconds() const {
   return absl::ToDoubleSeconds(absl::DurationFromTimespec(time));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -12,10 +12,10 @@
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/pull/source_service.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-// Gives what lies in `bytes` for whatever prompt.
+// Returns the content of `bytes` as the caches of any prompt.
 class CopiedCaches final : public Prefiller {
  public:
   CopiedCaches(const CacheLayout& layout, absl::Span<const uint8_t> bytes)
@@ -52,7 +52,8 @@ class Source final : public IngestSource {
   absl::Status Start(const SendJob& job) {
     HeldPrompts::Options options;
     options.layout = layout_;
-    // Two: one may be held before the last reader of the one before has let go.
+    // Room for two: the next prompt may be held before the last reader of the previous one has let
+    // go.
     options.max_bytes = 2 * static_cast<uint64_t>(layout_.BytesFor(job.context));
     held_ = std::make_unique<HeldPrompts>(std::move(options), &caches_);
     GrpcServer::Options server;
@@ -88,7 +89,7 @@ class Source final : public IngestSource {
   CopiedCaches caches_;
   std::unique_ptr<HeldPrompts> held_;
   std::unique_ptr<Access> access_;
-  std::unique_ptr<GrpcServer> server_;  // last: its calls use the rest
+  std::unique_ptr<GrpcServer> server_;  // Last member: its calls use the others.
 };
 
 }  // namespace
@@ -100,4 +101,4 @@ absl::StatusOr<std::unique_ptr<IngestSource>> IngestSource::Start(const SendJob&
   return source;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,9 +1,9 @@
-// sluice-bench kernels: what the CPU kernels reach beside what the machine could; and what the
-// operators of sparse policies reach on a device (policy_operator_bench.cc).
+// sluice-bench kernels: times the CPU kernels against the machine's limits, and the operators of
+// sparse policies on a device (policy_operator_bench.cc).
 //
 // The floor of an operator is its bytes over the read bandwidth that as many threads reached a
-// moment before. Arithmetic has no floor here: for many rows the rate is printed as it is, and a
-// prefill's stands beside the rate of its products alone.
+// moment before. Arithmetic has no floor here: many rows have their rate printed as it is, and the
+// rate of a prefill stands beside the rate of its products alone.
 #include <algorithm>
 #include <thread>
 
@@ -15,7 +15,7 @@
 #include "src/bench/report/subcommand.h"
 #include "src/device/cpu/cpu_device.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using kernels::KernelTable;
@@ -23,13 +23,14 @@ using kernels::KernelTable;
 constexpr char kAbout[] =
     R"(Checks every CPU kernel of the shared case table against the float64 reference, then times it.
 
-Columns: median time and its 10th-90th percentiles, GB/s of weights or caches, GFLOP/s, and the share of
-the floor: (bytes / read bandwidth) / time. The bandwidth is measured before each case, with the same
-threads. A result that is wrong is named, and the exit status is 1.
+The columns are the median time and its 10th-90th percentiles, GB/s of weights or caches, GFLOP/s, and the
+share of the floor: (bytes / read bandwidth) / time. The bandwidth is measured before each case, with the same
+threads. Every wrong result is named, and then the exit status is 1.
 
-With --only policies, the operators that sparse policies add to a step, one layer's of Qwen3-14B's geometry,
-as a step launches them on --device: bytes of its memory and over the link, the floor that they set (bytes over
-the rate at which the device reads as many, or copies), and the share of it. Their results are not checked here.
+--only policies times the operators that sparse policies add to a step, for one layer of Qwen3-14B's geometry,
+as a step launches them on --device: the bytes in its memory and over the link, the floor that they set (bytes
+over the rate at which the device reads as many bytes, or copies), and the share of the floor that is reached.
+This mode does not check results.
 )";
 
 constexpr char kExamples[] =
@@ -80,7 +81,7 @@ class KernelBench {
  private:
   std::vector<const KernelTable*> Paths() const {
     std::vector<const KernelTable*> paths = kernels::AvailableKernelTables();
-    paths.erase(paths.begin());  // the reference
+    paths.erase(paths.begin());  // The reference.
     if (options_.path == "all") return paths;
     if (options_.path == "best") return {paths.back()};
     return {kernels::FindKernelTable(options_.path.c_str())};
@@ -182,7 +183,7 @@ class KernelBench {
 };
 
 int RunOnDevice(const Options& o, Report report) {
-  if (o.budget >= o.context) return Usage("--budget: expected less than --context");
+  if (o.budget >= o.context) return Usage("--budget must be less than --context");
   PolicyBenchOptions options;
   options.device = o.device;
   options.threads = static_cast<int>(o.threads[0]);
@@ -211,25 +212,28 @@ int RunKernelBench(const Invocation& invocation) {
   Options o;
   std::vector<std::string> paths = {"best", "all"};
   for (const KernelTable* table : kernels::AvailableKernelTables()) paths.push_back(table->name);
-  paths.erase(paths.begin() + 2);  // the reference
+  paths.erase(paths.begin() + 2);  // The reference.
   Flags flags("sluice-bench kernels", kAbout, kExamples);
-  flags.Integers("threads", "threads that share an operator; several: one table each", 1, 1024,
-                 &o.threads);
-  flags.Choice("path", paths, "instruction set; of those that this processor has", &o.path);
+  flags.Integers("threads", "threads that share an operator; several values give a table each", 1,
+                 1024, &o.threads);
+  flags.Choice("path", paths, "instruction set, one that this processor has", &o.path);
   flags.Choice("only",
                {"all", "linear", "attention", "sparse", "latent", "sample", "prefill", "policies"},
-               "which operators", &o.only);
-  flags.Choice("device", {"cpu", "cuda"}, "where those of --only policies run", &o.device);
-  flags.Text("match", "TEXT", "of those, the ones whose names have it", &o.match);
-  flags.Integer("rows", "decode rows of those", 1, 1024, &o.rows);
-  flags.Integer("context", "tokens of each row's sequence, for those", 512, 1 << 20, &o.context);
-  flags.Integer("budget", "tokens that a row attends to, for those", 128, 1 << 16, &o.budget);
-  flags.Seconds("seconds", "time of each figure", 60, &o.seconds);
+               "operators to run", &o.only);
+  flags.Choice("device", {"cpu", "cuda"}, "device that --only policies runs on", &o.device);
+  flags.Text("match", "TEXT", "with --only policies: run operators whose names contain this",
+             &o.match);
+  flags.Integer("rows", "with --only policies: decode rows", 1, 1024, &o.rows);
+  flags.Integer("context", "with --only policies: tokens of each row's sequence", 512, 1 << 20,
+                &o.context);
+  flags.Integer("budget", "with --only policies: tokens that a row attends to", 128, 1 << 16,
+                &o.budget);
+  flags.Seconds("seconds", "time spent on each figure", 60, &o.seconds);
   flags.Integer("arena-mib",
-                "memory that weights and caches cycle through, and that is read for the "
-                "bandwidth; at least what 16 experts take",
+                "memory that weights and caches cycle through, and that the bandwidth is measured "
+                "with; at least the size of 16 experts",
                 256, 65536, &o.arena_mib);
-  flags.File("json", "write the report as JSON, without FILE to standard output", &o.json);
+  flags.File("json", "write the report as JSON; without FILE, to standard output", &o.json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
   Report report = NewReport("kernels", invocation);
   report.shape = {{"threads", absl::StrJoin(o.threads, ",")},
@@ -238,9 +242,9 @@ int RunKernelBench(const Invocation& invocation) {
                   {"arena_mib", absl::StrCat(o.arena_mib)}};
   if (o.only != "policies") {
     if (o.device == "cpu") return KernelBench(o, std::move(report)).Run();
-    return Usage("--device cuda: has --only policies; the others are timed by tests/bench/cuda");
+    return Usage("--device cuda needs --only policies; tests/bench/cuda times the other operators");
   }
   return RunOnDevice(o, std::move(report));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

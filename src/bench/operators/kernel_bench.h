@@ -6,18 +6,18 @@
 #include "src/bench/operators/policy_operators.h"
 #include "src/bench/report/subcommand.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct PolicyBenchOptions {
   std::string device = "cpu";
-  int threads = 1;  // that compute on the CPU
+  int threads = 1;  // Threads that compute on the CPU.
   PolicyShape shape;
-  double seconds = 0.3;  // of each figure
-  std::string match;     // part of an operator's name
+  double seconds = 0.3;  // Seconds spent on each figure.
+  std::string match;     // Part of the names of the operators to time.
   std::string json;
 };
 
-// The exit status.
+// Returns the exit status.
 int RunPolicyOperatorBench(const PolicyBenchOptions& options, Report report);
 
-}  // namespace sluice
+}  // namespace sluice::bench

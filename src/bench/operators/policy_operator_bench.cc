@@ -1,5 +1,5 @@
-// sluice-bench kernels --only policies: the operators that sparse policies add to a step, each as a
-// step launches it, on a device.
+// sluice-bench kernels --only policies: times the operators that sparse policies add to a step on a
+// device, each as a step launches it.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -12,17 +12,17 @@
 #include "src/bench/operators/kernel_bench.h"
 #include "src/bench/operators/policy_operators.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-constexpr int kLaunches = 24;       // of a recording
-constexpr int kLongLaunches = 2;    // where they are
-constexpr double kLongBytes = 5e7;  // over the link
+constexpr int kLaunches = 24;       // Launches in a recording.
+constexpr int kLongLaunches = 2;    // Launches in a recording if each one is long.
+constexpr double kLongBytes = 5e7;  // Bytes over the link that make a launch long.
 constexpr size_t kLinkBytes = 256 << 20;
-constexpr size_t kLeastProbe = 8 << 20;  // below it a rate is one of launches
+constexpr size_t kLeastProbe = 8 << 20;  // Below this size a rate measures launches.
 constexpr int kLeastSamples = 5, kMostSamples = 200;
 
-// Times runs of what `enqueue` puts on a stream, by the device's clock.
+// Times runs of the work that `enqueue` puts on a stream, by the device's clock.
 class DeviceTimer {
  public:
   DeviceTimer(Device& device, double seconds)
@@ -57,7 +57,7 @@ class DeviceTimer {
   const std::unique_ptr<TimedEvent> begin_, end_;
 };
 
-// Bytes per second from pinned memory to the device's.
+// Returns the bytes per second from pinned memory to the device's memory.
 absl::StatusOr<double> LinkRate(Device& device, DeviceTimer& timer) {
   SLUICE_ASSIGN_OR_RETURN(const Buffer from,
                           device.Allocate(MemoryKind::kPinned, kLinkBytes, "the link's probe"));
@@ -133,4 +133,4 @@ int RunPolicyOperatorBench(const PolicyBenchOptions& options, Report report) {
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

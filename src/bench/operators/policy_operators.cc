@@ -10,15 +10,16 @@
 #include "absl/strings/str_cat.h"
 #include "src/device/kernel_set.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using namespace kernels;  // NOLINT: a file about them
 
-constexpr int kSteps = 8;           // whose positions differ
-constexpr double kColdBytes = 2e8;  // what a launch finds in no cache, after as many of others
-constexpr int32_t kRank = 32;       // of partial keys
-constexpr int32_t kRing = 2;        // newest blocks that are always in the device's memory
+constexpr int kSteps = 8;  // Steps with different positions.
+// After so many bytes of other operands a launch finds its own in no cache.
+constexpr double kColdBytes = 2e8;
+constexpr int32_t kRank = 32;  // Elements of a partial key.
+constexpr int32_t kRing = 2;   // Newest blocks that are always in the device's memory.
 constexpr float kMargin = 4.5f;
 
 int SetsOf(double bytes) {
@@ -120,7 +121,7 @@ PagedRows PolicyOperators::Rows(int64_t rows, int32_t rows_per_page, int32_t dim
   const int64_t all = pages * shape_.rows * sets;
   const int64_t bytes = all * shape_.kv_heads * head_bytes;
   PagedRows made{};
-  // Elements of tables are set by whoever needs them.
+  // The caller fills in the tables' elements.
   made.base = type == DType::kBFloat16 ? RandomBf16(MemoryKind::kDevice, bytes)
                                        : Room(MemoryKind::kDevice, bytes);
   made.page_table = Put(Shuffled(all, random_));
@@ -287,8 +288,8 @@ void PolicyOperators::AddResidency() {
   const int32_t budget = shape_.budget_blocks(), blocks = shape_.blocks();
   const double list_bytes = double(shape_.lists()) * budget * 4;
   const std::vector<int32_t> selected = Lists(blocks, budget);
-  // Every place but the ring's holds a unit that is selected; of the selected, one in eight lacks
-  // a place, and as many places hold what is not.
+  // Every slot except the ring's holds a selected unit. One in eight of the selected units has no
+  // slot, and as many slots hold units that are not selected.
   ResidencyTable t{};
   t.ring = kRing;
   t.count = kRing + budget;
@@ -451,4 +452,4 @@ void PolicyOperators::AddAttention() {
                   }});
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

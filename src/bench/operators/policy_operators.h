@@ -1,6 +1,6 @@
-// The operators that sparse policies add to a decode step, at one shape and on any device, with
-// operands as a step has them: scattered pages, lists of each row and KV head, and what a step does
-// not find in a cache taken in turn.
+// The operators that sparse policies add to a decode step, at one shape and on any device. Operands
+// are laid out as in a step: scattered pages, lists for each row and KV head, and data that a step
+// would not find in a cache is rotated.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@
 #include "kernels/sparse_params.h"
 #include "src/device/device.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// Qwen3-14B by default; one layer.
+// The shape of one layer; the default is Qwen3-14B's.
 struct PolicyShape {
   int32_t rows = 10;
   int32_t context = 65536;
@@ -35,8 +35,8 @@ struct PolicyShape {
 
 struct PolicyOperator {
   std::string name;
-  double bytes;       // of the device's memory that a launch must read or write
-  double link_bytes;  // of the host's memory
+  double bytes;       // Bytes of the device's memory that a launch must read or write.
+  double link_bytes;  // Bytes of the host's memory that it must read or write.
   // Enqueues launch `number` of many.
   std::function<void(Stream& stream, int number)> launch;
 };
@@ -58,7 +58,8 @@ class PolicyOperators {
   void AddResidency();
   void AddAttention();
 
-  // Memory that lives as long as this. After an error, which status_ keeps, null.
+  // Returns memory that lives as long as this object. Returns null after an error, which status_
+  // keeps.
   void* Room(MemoryKind kind, int64_t bytes);
   template <typename T>
   T* Room(int64_t count) {
@@ -71,15 +72,15 @@ class PolicyOperators {
          static_cast<int64_t>(values.size() * sizeof(T)));
     return data;
   }
-  // Copies `from` to `to`, over and over.
+  // Fills `to` with repeated copies of `from`.
   void Fill(void* to, int64_t bytes, const void* from, int64_t from_bytes);
-  // bf16 of both signs and magnitude about 1.
+  // Returns bf16 values of both signs and magnitude about 1.
   void* RandomBf16(MemoryKind kind, int64_t bytes);
 
   kernels::PagedRows Rows(int64_t rows, int32_t rows_per_page, int32_t dim, kernels::DType type,
                           int sets);
   kernels::PagedCache Cache(MemoryKind kind, int64_t blocks, int64_t pages);
-  // Ascending units of each list, 0 and the two newest among them.
+  // Returns lists of ascending units; each contains 0 and the two newest units.
   std::vector<int32_t> Lists(int32_t units, int32_t count);
   kernels::UnitLists EmptyLists(int32_t capacity);
 
@@ -91,8 +92,8 @@ class PolicyOperators {
   std::vector<Buffer> buffers_;
   std::vector<PolicyOperator> all_;
   int32_t* slots_ = nullptr;
-  std::vector<int32_t*> positions_;  // of steps that follow each other
+  std::vector<int32_t*> positions_;  // Positions of consecutive steps.
   float* q_ = nullptr;               // [rows][heads * head_dim]
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

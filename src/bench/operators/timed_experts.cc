@@ -1,8 +1,8 @@
-// Products of heads and of experts, at DeepSeek-V3.2's geometry.
+// Times products of heads and of experts, at DeepSeek-V3.2's geometry.
 #include "absl/strings/str_cat.h"
 #include "src/bench/operators/timed_latent.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using namespace kernels;  // NOLINT: a file about them
@@ -43,7 +43,7 @@ class ExpertLinear : public TimedOperator {
     RunAll(crew, path_.expert_linear, p);
   }
   double Error(Crew& crew) override {
-    // The first expert's pairs, as the reference is slow.
+    // Checks the first expert's pairs only, because the reference is slow.
     std::vector<float> want(y_.size(), 0.0f), got(y_.size(), 0.0f);
     ExpertLinearParams p = Params(got.data());
     p.experts = 1;
@@ -156,4 +156,4 @@ std::vector<std::function<std::unique_ptr<TimedOperator>()>> ProductOperators(
   return operators;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,5 +1,6 @@
-// Operators of latent attention at DeepSeek-V3.2's geometry: lists of entries that lie anywhere in
-// a sequence as large as the arena, index keys of long contexts, and the selection of 2,048 tokens.
+// Times operators of latent attention at DeepSeek-V3.2's geometry: attention to lists of entries
+// anywhere in a sequence as large as the arena, index logits of long contexts, and the selection of
+// 2,048 tokens.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -10,16 +11,16 @@
 #include "src/base/status_macros.h"
 #include "src/bench/operators/timed_latent.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using namespace kernels;  // NOLINT: a file about them
 
-constexpr float kScale = 1.0f / 512;  // of every group of e4m3 values
+constexpr float kScale = 1.0f / 512;  // The scale of every group of e4m3 values.
 
 const KernelTable& Reference() { return *FindKernelTable("reference"); }
 
-// Makes an entry of any bytes: no value is NaN, scales are kScale.
+// Turns any bytes into a valid entry: no value is NaN, and scales are kScale.
 void MakePacked(uint8_t* entry) {
   for (int i = 0; i < kPackedRank; ++i) entry[i] &= 0xF7;
   for (int g = 0; g < kPackedRank / kPackedScaleTokens; ++g) {
@@ -35,7 +36,7 @@ class SparseMla : public TimedOperator {
         arena_(arena->buffer()),
         q_(static_cast<size_t>(c.rows) * static_cast<size_t>(c.heads) * kWidth,
            path.activation_type) {
-    // One sequence, of the whole arena.
+    // The arena holds one sequence.
     const int64_t page_bytes = int64_t{kBlockTokens} * kPackedEntryBytes;
     const int64_t blocks = static_cast<int64_t>(arena_.bytes()) / page_bytes;
     pages_.resize(static_cast<size_t>(blocks));
@@ -45,7 +46,7 @@ class SparseMla : public TimedOperator {
     for (int64_t e = 0; e < blocks * kBlockTokens; ++e) {
       MakePacked(arena_.as<uint8_t>() + e * kPackedEntryBytes);
     }
-    // Lists with no entry in two of them, as many as the sequence has.
+    // No two lists share an entry; there are as many lists as the sequence allows.
     entries_.resize(static_cast<size_t>(blocks * kBlockTokens));
     std::iota(entries_.begin(), entries_.end(), 0);
     std::shuffle(entries_.begin(), entries_.end(), random);
@@ -128,7 +129,7 @@ class SparseMla : public TimedOperator {
   std::vector<float> out_, lse_, scratch_;
 };
 
-// Rows of as many sequences, whose keys are the arena's, one behind the other.
+// Index logits of rows of as many sequences, whose keys follow one another in the arena.
 class IndexLogits : public TimedOperator {
  public:
   IndexLogits(const TimedLogitsCase& c, const KernelTable& path, OperandArena* arena)
@@ -275,4 +276,4 @@ std::vector<std::function<std::unique_ptr<TimedOperator>()>> LatentOperators(
   return operators;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,4 +1,4 @@
-// What the timed operators of latent attention and of experts share.
+// Helpers of the timed operators of latent attention and of experts.
 #pragma once
 
 #include <cstring>
@@ -8,16 +8,16 @@
 
 #include "src/bench/operators/timed_operator.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// Calls an operator once with all of the crew.
+// Calls an operator once with the whole crew.
 template <typename Params>
 void RunAll(Crew& crew, void (*kernel)(const Params&, kernels::Worker), const Params& p) {
   const std::function<void(int)> job = [&](int i) { kernel(p, {i, crew.count()}); };
   crew.Run(job);
 }
 
-// Random values in either type of activations.
+// Random values, readable in both types of activations.
 class LatentActivations {
  public:
   LatentActivations(size_t count, kernels::DType type)
@@ -40,8 +40,8 @@ class LatentActivations {
   const kernels::DType type_;
 };
 
-// Those of timed_experts.cc: products of heads and of experts.
+// Returns the operators of timed_experts.cc: products of heads and of experts.
 std::vector<std::function<std::unique_ptr<TimedOperator>()>> ProductOperators(
     const kernels::KernelTable& path, OperandArena* arena);
 
-}  // namespace sluice
+}  // namespace sluice::bench

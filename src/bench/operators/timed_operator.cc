@@ -11,7 +11,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 void FillFloat(std::span<float> out, float scale) {
   SplitMix64 random(54321);
@@ -32,9 +32,9 @@ namespace {
 
 using namespace kernels;  // NOLINT: a file about them
 
-// Rows that are enough to compare with the reference, which is slow.
+// Rows to compare with the reference, which is slow.
 constexpr int32_t kCheckedRows = 8;
-// The arena's values have a standard deviation of about 1; weights of a model have about this.
+// The arena's values have a standard deviation of about 1; a model's weights have about this one.
 constexpr float kTypicalActivation = 0.05f;
 
 const KernelTable& Reference() { return *FindKernelTable("reference"); }
@@ -43,7 +43,7 @@ uint16_t Bf16Near1(uint64_t bits) {
   return static_cast<uint16_t>((bits & 0x8000u) | (0x3F00u + (bits >> 24 & 0x7Fu)));
 }
 
-// Memory of `count` elements of the path's activations, random, in both forms that a path may read.
+// Random activations of `count` elements, in both forms that a path may read.
 class Activations {
  public:
   Activations(size_t count, DType type) : floats_(count * 4), bf16_(count * 2), type_(type) {
@@ -113,7 +113,7 @@ class Linear : public TimedOperator {
   HugeBuffer y_;
 };
 
-// Rows of one sequence, whose pages are scattered.
+// Attention of rows of one sequence, whose pages are scattered.
 class Attention : public TimedOperator {
  public:
   Attention(const AttentionCase& c, const KernelTable& path, OperandArena* arena)
@@ -135,7 +135,7 @@ class Attention : public TimedOperator {
     q_ = std::make_unique<HugeBuffer>(vectors * 4);
     out_ = std::make_unique<HugeBuffer>(vectors * 4);
     FillFloat({q_->as<float>(), vectors}, 1.0f);
-    // As many as the engine gives a batch of decode rows; a prompt's rows do without.
+    // As many as the engine gives a batch of decode rows; a prompt's rows use none.
     partial_rows_ = rows_ == 1 ? (context_ - 1) / kAttentionSplitTokens + 1 : 0;
     partial_ = std::make_unique<HugeBuffer>(static_cast<size_t>(partial_rows_ + 1) *
                                             static_cast<size_t>(c.heads * (c.head_dim + 1)) * 4);
@@ -157,12 +157,14 @@ class Attention : public TimedOperator {
   double Error(Crew& crew) override {
     void* const cache = NextCache();
     AttentionParams p = Params(cache, path_.activation_type);
-    // In float32, whatever the path hands on: the operator is judged, not its last rounding.
+    // Compares in float32, whatever type the path outputs: the check judges the operator, not its
+    // last rounding.
     p.out_type = DType::kFloat32;
     Launch(crew, p);
     const int32_t rows = std::min(rows_, kCheckedRows);
     std::vector<float> want(static_cast<size_t>(rows) * width_);
-    p.q = q_->as<float>() + static_cast<size_t>(rows_ - rows) * width_;  // the longest contexts
+    // The rows with the longest contexts.
+    p.q = q_->as<float>() + static_cast<size_t>(rows_ - rows) * width_;
     p.slots = slots_.data() + (rows_ - rows);
     p.positions = positions_.data() + (rows_ - rows);
     p.rows = rows;
@@ -211,7 +213,7 @@ class Attention : public TimedOperator {
   OperandArena* const arena_;
   const int32_t rows_;
   int32_t context_ = 0;
-  double pairs_ = 0;  // of a query row and a token that it attends to
+  double pairs_ = 0;  // Pairs of a query row and a token that it attends to.
   std::vector<int32_t> slots_, positions_, pages_;
   int64_t page_bytes_ = 0, partial_rows_ = 0;
   size_t width_ = 0;
@@ -258,8 +260,8 @@ class Sample : public TimedOperator {
     crew.Run(job);
   }
 
-  // The share of rows whose token is not the reference's. Draws may differ where the cut of a
-  // nucleus falls between two rounding errors; these logits have no such ties.
+  // Returns the share of rows whose token differs from the reference's. Draws may differ if the
+  // boundary of a nucleus falls between two rounding errors; these logits have no such ties.
   double Error(Crew& crew) override {
     Run(crew);
     const std::vector<int32_t> got = out_tokens_;
@@ -277,7 +279,7 @@ class Sample : public TimedOperator {
   size_t count() const {
     return static_cast<size_t>(case_.rows) * static_cast<size_t>(case_.vocab);
   }
-  // Peaked as a language model's are: a few tokens hold most of the probability.
+  // Makes logits as peaked as a language model's: a few tokens hold most of the probability.
   void FillLogits() {
     SplitMix64 random(11);
     for (size_t i = 0; i < count(); ++i) {
@@ -388,4 +390,4 @@ std::unique_ptr<TimedOperator> NewPrefillLayer(int32_t tokens, bool attention,
   return std::make_unique<PrefillLayer>(tokens, attention, path, arena);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

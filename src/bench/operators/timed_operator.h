@@ -1,6 +1,6 @@
-// One operator at one shape, ready to be checked against the float64 reference and then timed.
-// Weights and caches cycle through an arena larger than any cache, so that they come from memory,
-// as they do in a step of a whole model.
+// One operator at one shape, which can be checked against the float64 reference and then timed.
+// Weights and caches cycle through an arena larger than any CPU cache, so that they come from
+// memory, as in a step of a whole model.
 #pragma once
 
 #include <cstdint>
@@ -15,29 +15,31 @@
 #include "kernels/latent_cases.h"
 #include "src/bench/report/timing.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class TimedOperator {
  public:
   virtual ~TimedOperator() = default;
   virtual std::string name() const = 0;
-  // Weights or caches that one call must read, once.
+  // Returns the bytes of weights or caches that one call must read once.
   virtual double bytes() const = 0;
-  // Multiplications and additions; 0 where they are not what it is about.
+  // Returns the multiplications and additions; 0 if they do not matter for this operator.
   virtual double flops() const = 0;
-  // Calls the operator once with all of the crew, on the next operands of the arena.
+  // Calls the operator once with the whole crew, on the next operands of the arena.
   virtual void Run(Crew& crew) = 0;
-  // The relative L2 error of one call against the reference, and the largest that is right.
+  // Returns the relative L2 error of one call against the reference; the result is right if it is
+  // at most allowed_error().
   virtual double Error(Crew& crew) = 0;
   virtual double allowed_error() const = 0;
 };
 
-// The arena: bf16 values of both signs and magnitude about 1.
+// The arena holds bf16 values of both signs and magnitude about 1.
 class OperandArena {
  public:
   explicit OperandArena(size_t bytes);
   const HugeBuffer& buffer() const { return buffer_; }
-  // The next `bytes` bytes; starts again where they would not fit. REQUIRES: bytes <= the arena's.
+  // Returns the next `bytes` bytes, and starts again from the front if they do not fit. REQUIRES:
+  // bytes <= the arena's.
   uint16_t* Next(size_t bytes);
 
  private:
@@ -45,12 +47,12 @@ class OperandArena {
   size_t at_ = 0;
 };
 
-// Uniform in [-scale, scale).
+// Fills `out` with values uniform in [-scale, scale).
 void FillFloat(std::span<float> out, float scale);
-// ||got - want|| / ||want||.
+// Returns ||got - want|| / ||want||.
 double RelativeError(std::span<const float> got, std::span<const float> want);
 
-// All outlive what they made; `path` is not the reference.
+// REQUIRES: the arguments outlive the result; `path` is not the reference.
 std::unique_ptr<TimedOperator> NewLinear(const kernels::LinearCase& shape,
                                          const kernels::KernelTable& path, OperandArena* arena);
 std::unique_ptr<TimedOperator> NewAttention(const kernels::AttentionCase& shape,
@@ -61,14 +63,15 @@ std::unique_ptr<TimedOperator> NewSparseAttention(const kernels::TimedSparseCase
                                                   OperandArena* arena);
 std::unique_ptr<TimedOperator> NewSample(const kernels::SampleCase& shape,
                                          const kernels::KernelTable& path, int workers);
-// Those of latent attention and of experts, each made when its turn comes: they take much memory.
-// REQUIRES: the path has them.
+// Returns makers of the operators of latent attention and of experts. Each operator is made when
+// its turn comes, because it takes much memory. REQUIRES: the path has them.
 std::vector<std::function<std::unique_ptr<TimedOperator>()>> LatentOperators(
     const kernels::KernelTable& path, OperandArena* arena);
-// One layer of SmolLM2 over a prompt of `tokens` tokens: its products and causal attention, which
-// is nearly all the arithmetic of a prefill. Not checked as a whole: its parts are.
+// Returns one layer of SmolLM2 over a prompt of `tokens` tokens: its products and causal attention,
+// which are nearly all the arithmetic of a prefill. The layer is not checked as a whole; its parts
+// are checked.
 std::unique_ptr<TimedOperator> NewPrefillLayer(int32_t tokens, bool attention,
                                                const kernels::KernelTable& path,
                                                OperandArena* arena);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,5 +1,5 @@
-// Sparse attention over lists of units that lie anywhere in a sequence as large as the arena: what
-// co-attention workers do.
+// Times sparse attention over lists of units anywhere in a sequence as large as the arena: the work
+// of co-attention workers.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -9,7 +9,7 @@
 #include "src/base/status_macros.h"
 #include "src/bench/operators/timed_operator.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using namespace kernels;  // NOLINT: a file about them
@@ -24,7 +24,7 @@ class SparseAttention : public TimedOperator {
     std::iota(pages_.begin(), pages_.end(), 0);
     std::mt19937 random(1);
     std::shuffle(pages_.begin(), pages_.end(), random);
-    // One sequence, of the whole arena.
+    // The arena holds one sequence.
     const int64_t units = blocks * c.block_tokens / c.unit_tokens;
     slots_.assign(static_cast<size_t>(c.rows), 0);
     positions_.assign(static_cast<size_t>(c.rows), static_cast<int32_t>(units * c.unit_tokens - 1));
@@ -68,8 +68,8 @@ class SparseAttention : public TimedOperator {
   double allowed_error() const override { return 1e-5; }
 
  private:
-  // Sets of lists with no unit of a head in two of them, as many as the sequence has: what a call
-  // reads has not been read for as long as possible.
+  // Makes sets of lists in which no two lists share a unit of a head, as many sets as the sequence
+  // allows, so that a call reads data that has not been read for as long as possible.
   void MakeSets(int64_t units, std::mt19937& random) {
     const int64_t of_head = case_.rows * capacity_;
     sets_ = units / of_head;
@@ -148,4 +148,4 @@ std::unique_ptr<TimedOperator> NewSparseAttention(const TimedSparseCase& shape,
   return std::make_unique<SparseAttention>(shape, path, arena);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -5,12 +5,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr size_t kShownKernels = 6;
 
-// "-" where there is nothing to say.
+// Returns "-" if the value is not known.
 std::string Cell(const char* form, bool known, double value) {
   const std::string text =
       known ? absl::StrFormat(absl::ParsedFormat<'f'>(form), value) : std::string("-");
@@ -21,9 +21,10 @@ std::string Cell(const char* form, bool known, double value) {
 
 std::string OverlapHeader() {
   return absl::StrFormat(
-      "transfers: hidden = 1 - (step - step without) / transfers alone, and by the bytes at the "
-      "rate of long lists; coverable: what a layer's compute could hide at best, by its measured "
-      "stages\n"
+      "transfers: hidden = 1 - (step - step without transfers) / transfers alone; \"by rate\" "
+      "takes the transfers' bytes at the rate of long lists instead; \"cover\" is the time that "
+      "the "
+      "layers' compute could hide at best, by their measured stages\n"
       "%-24s %8s %6s %7s %7s %7s %9s %9s %9s %9s %9s %9s %9s %9s %9s %9s %9s\n",
       "policy", "context", "batch", "misses", "least", "most", "step ms", "without", "exposed",
       "alone ms", "GB/s", "hidden", "by rate", "in step", "compute x", "cover ms", "of it");
@@ -120,4 +121,4 @@ nlohmann::json OverlapJson(const OverlapRun& run) {
           {"levels", std::move(levels)}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,4 +1,4 @@
-// Lines and JSON of what transfers cost a step (overlap_run.h).
+// Formats the cost of transfers in a step (overlap_run.h) as lines and JSON.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -6,11 +6,11 @@
 
 #include "src/bench/overlap/overlap_run.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 std::string OverlapHeader();
-// A line for each number of misses.
+// Returns one line for each number of misses.
 std::string OverlapLines(const OverlapRun& run);
 nlohmann::json OverlapJson(const OverlapRun& run);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -13,29 +13,31 @@
 #include "src/bench/harness/engine_run.h"
 #include "src/bench/harness/step_device.h"
 #include "src/bench/harness/step_trace.h"
-#include "src/bench/overlap/set_misses.h"
+#include "src/bench/overlap/forced_misses.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-// Of each level: one to settle, then with and without transfers in turn, with them at either end,
-// so that what grows with the contexts is the same for both.
+// The windows of each level: one to settle, then windows with and without transfers in turn,
+// beginning and ending with transfers, so that the growth of the contexts affects both kinds
+// equally.
 constexpr bool kSkips[] = {false, false, true, false, true, false};
 constexpr int kWindows = std::size(kSkips);
-// Traced: one to settle, one of each.
+// Traced windows: one to settle, then one of each kind.
 constexpr bool kTracedSkips[] = {false, false, true};
 constexpr int kTracedWindows = std::size(kTracedSkips);
 constexpr int kTracedSteps = 6;
-// Of a window, at its begin: the device may be that far behind the host.
+// Steps at a window's begin that do not count: the device may be that far behind the host.
 constexpr int kEdgeSteps = 2;
-constexpr double kLongList = 512;  // entries, for the rate of transfers by themselves
+// Entries per list in the measurement of the transfers' rate.
+constexpr double kLongList = 512;
 
-// Of one run of the engine: windows of `steps` steps, each with its number of misses and whether it
-// fetches.
+// The script of one run of the engine: windows of `steps` steps, each with its number of misses and
+// whether it fetches.
 struct Script {
   int steps = 0;
-  std::vector<bool> skips;  // by window
-  std::vector<int> misses;  // by window; empty: the indexer's own
+  std::vector<bool> skips;  // By window.
+  std::vector<int> misses;  // By window; empty: the indexer's own selections.
   size_t WindowOf(int64_t step) const {
     const int64_t window = (step - kEngineWarmUpTokens) / steps;
     return static_cast<size_t>(
@@ -53,7 +55,7 @@ Script ScriptOf(const OverlapOptions& options, bool traced) {
     }
   }
   SLUICE_CHECK(script.misses.empty() || script.misses.size() == script.skips.size(),
-               "selections are all set, or none is");
+               "either all selections are forced, or none is");
   return script;
 }
 
@@ -67,12 +69,12 @@ EngineRunOptions RunOptions(const Script& script, const std::vector<Context>* co
   return options;
 }
 
-// Plays the script: what the engine's next step is, and what its rows select.
+// Plays the script: decides what the engine's next step is and what its rows select.
 class ScriptedPolicy : public ForwardingPolicy {
  public:
-  // `skip`: what the policy beneath reads, and the engine's device. `lists` may be null.
+  // `skip` is read by the wrapped policy and by the engine's device. `lists` may be null.
   ScriptedPolicy(std::unique_ptr<AttentionPolicy> policy, const Script& script, int context,
-                 bool* skip, SetMisses* lists)
+                 bool* skip, ForcedMisses* lists)
       : ForwardingPolicy(policy.get()),
         policy_(std::move(policy)),
         script_(script),
@@ -84,8 +86,8 @@ class ScriptedPolicy : public ForwardingPolicy {
                  absl::Span<const int32_t> positions) override {
     ForwardingPolicy::BeginStep(stream, slots, positions);
     if (positions.empty()) return;
-    // Rows of prompts count as the first step. The shortest sequence is the youngest, which windows
-    // go by.
+    // Prompt rows count as the first step. The shortest sequence is the youngest, which determines
+    // the windows.
     steps_.clear();
     for (const int32_t position : positions) {
       steps_.push_back(std::max<int64_t>(position - context_, 0));
@@ -99,11 +101,11 @@ class ScriptedPolicy : public ForwardingPolicy {
   const Script script_;
   const int context_;
   bool* const skip_;
-  SetMisses* const lists_;
+  ForcedMisses* const lists_;
   std::vector<int64_t> steps_;
 };
 
-// Misses by step, for lists: those of the step's window.
+// Returns the misses by step, for the lists: those of the step's window.
 std::vector<int32_t> MissesBySteps(const Script& script, int tokens) {
   std::vector<int32_t> misses;
   for (int64_t step = 0; step < tokens; ++step) {
@@ -112,11 +114,11 @@ std::vector<int32_t> MissesBySteps(const Script& script, int tokens) {
   return misses;
 }
 
-// A run of the script, on a policy that is made for it.
+// The result of one run of the script, on a policy made for it.
 struct Played {
   std::vector<EngineWindow> windows;
-  std::vector<PolicyStatistics> marks;  // windows + 1
-  StepTrace trace;                      // if it was wanted
+  std::vector<PolicyStatistics> marks;  // [windows + 1]
+  StepTrace trace;                      // Empty unless requested.
 };
 absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
                             const std::vector<Context>& contexts, int batch, const Script& script,
@@ -125,12 +127,12 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
   options.dram = world.dram;
   bool skip = false;
   PolicyWorld own = world;
-  std::unique_ptr<SetMisses> lists;
+  std::unique_ptr<ForcedMisses> lists;
   if (!script.misses.empty()) {
-    // Pools begin with the newest tokens, which no list has.
+    // Pools begin with the newest tokens, which no list contains.
     own.options.recompute_last = PolicyOptions::RecomputeLast::kOff;
     SLUICE_ASSIGN_OR_RETURN(const auto policy, SetUpPolicy(own, name));
-    SetMisses::Options set;
+    ForcedMisses::Options set;
     set.device = world.device;
     set.rows = std::max(world.slots, world.device->RowBucket(world.slots));
     set.top_k = world.model->config().latent->indexer->top_k;
@@ -138,7 +140,7 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
     set.places = policy->FootprintOf(options.context, total).hbm_tokens[kLatentKind];
     set.tokens = options.context - set.places;
     set.misses = MissesBySteps(script, EngineTokens(options));
-    SLUICE_ASSIGN_OR_RETURN(lists, SetMisses::Create(set));
+    SLUICE_ASSIGN_OR_RETURN(lists, ForcedMisses::Create(set));
     own.options.ess.probe.on_selection = lists->Observer();
   }
   own.options.ess.probe.skip_transfers = &skip;
@@ -160,7 +162,7 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
   return played;
 }
 
-// Seconds of a step, of a window's steps but for the first ones.
+// Returns the seconds of a step, from a window's steps without the first ones.
 double StepOf(const EngineWindow& window) {
   const std::vector<double>& gaps = window.token_gaps;
   const auto edge = std::min<size_t>(kEdgeSteps, gaps.size() - 1);
@@ -168,7 +170,7 @@ double StepOf(const EngineWindow& window) {
   return sum / static_cast<double>(gaps.size() - edge);
 }
 
-// What the traced windows of a level show.
+// Reads the traced windows of a level.
 void ReadTrace(const Played& played, size_t level, const Script& script, OverlapLevel* out) {
   const auto part = [&](size_t window) {
     const EngineWindow& w = played.windows[level * kTracedWindows + window];
@@ -224,7 +226,7 @@ absl::StatusOr<OverlapRun> RunOverlap(const PolicyWorld& world, const std::strin
     }
     level.step = TimingOf(with);
     level.without = TimingOf(without);
-    // But for the last window, whose end may have seen a step of the next level.
+    // Leaves out the last window, whose end may include a step of the next level.
     level.misses = MissesByLayer(played.marks[first + kWindows - 1].Since(played.marks[first + 1]));
   }
   if (options.trace) {
@@ -249,4 +251,4 @@ absl::StatusOr<OverlapRun> RunOverlap(const PolicyWorld& world, const std::strin
   return run;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

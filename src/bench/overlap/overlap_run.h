@@ -1,6 +1,6 @@
-// What transfers cost a step of policy ess: steps that fetch and steps that do not, in turn, on the
-// same sequences and with the same selections under one engine, so that nothing but the transfers
-// tells them apart (clocks, pages and lengths of contexts are the same).
+// Measures the cost of transfers in a step of policy ess. Steps that fetch and steps that do not
+// alternate on the same sequences, with the same selections, under one engine, so that they differ
+// only in the transfers (clocks, pages and context lengths are the same).
 #pragma once
 
 #include <optional>
@@ -16,25 +16,25 @@
 #include "src/bench/report/timing.h"
 #include "src/bench/workload/context.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// One number of misses.
+// The measurements for one number of misses.
 struct OverlapLevel {
-  std::optional<int> set;                 // null: what the model's own indexer selects
-  std::vector<double> misses;             // counted: of a sequence and step, by layer
-  Timing step;                            // seconds of steps that fetch
-  Timing without;                         // of steps that do not
-  TransferAlone alone;                    // the same lists by themselves
-  double rate_seconds = 0;                // their bytes at the rate of long lists
-  std::optional<TransfersInside> inside;  // of a traced step that fetches
-  double compute_slowed = 0;              // of its other kernels, over a step that does not fetch
-  std::vector<ComparedKernel> kernels;    // of both, the most slowed first
-  std::optional<Shelter> shelter;         // of a traced step that does not fetch
+  std::optional<int> set;                 // Forced misses; null: the indexer's own selections.
+  std::vector<double> misses;             // Counted misses per sequence and step, by layer.
+  Timing step;                            // Seconds of steps that fetch.
+  Timing without;                         // Seconds of steps that do not.
+  TransferAlone alone;                    // The same lists transferred alone.
+  double rate_seconds = 0;                // Their bytes at the rate of long lists.
+  std::optional<TransfersInside> inside;  // Transfers in a traced step that fetches.
+  double compute_slowed = 0;  // Time of its other kernels over that in a step that does not fetch.
+  std::vector<ComparedKernel> kernels;  // Kernels of both, the most slowed first.
+  std::optional<Shelter> shelter;       // From a traced step that does not fetch.
 
   double exposed() const { return step.median - without.median; }
-  // 1 - exposed / the transfers' own time; 1 where nothing is missed.
+  // Returns 1 - exposed / the transfers' own time, or 1 if nothing is missed.
   double HiddenOf(double transfer_seconds) const;
-  // Of a step's transfers, in seconds, what the layers' compute could hide at best.
+  // Returns the seconds of a step's transfers that the layers' compute could hide at best.
   std::optional<double> Coverable() const;
 };
 
@@ -42,25 +42,26 @@ struct OverlapRun {
   std::string policy;
   int batch = 0;
   int context = 0;
-  double long_rate = 0;  // bytes/s of long lists by themselves
+  double long_rate = 0;  // Bytes/s of long lists transferred alone.
   std::vector<OverlapLevel> levels;
-  StepTrace trace;  // of windows that fetch and of one that does not, for each level; if wanted
+  // Trace of windows that fetch and of one that does not, for each level, if requested.
+  StepTrace trace;
 };
 
 struct OverlapOptions {
-  int steps = 16;  // of a window
-  // In the order in which they follow one another; null: what the indexer selects, then it is the
-  // only one.
+  int steps = 16;  // Steps in a window.
+  // Levels in the order in which they are run. Null stands for the indexer's own selections and
+  // must be the only level.
   std::vector<std::optional<int>> levels;
-  bool trace = true;  // the same once more, in short windows, under the trace
+  bool trace = true;  // Repeat the run under the trace, in short windows.
 };
 
-// Tokens that a run needs beyond the context.
+// Returns the tokens that a run needs beyond the context.
 int OverlapTokens(const OverlapOptions& options);
 
-// REQUIRES: a name of policy ess or of its siblings; batch and contexts as RunPolicy has them.
+// REQUIRES: `name` is policy ess or one of its variants; batch and contexts as for RunPolicy.
 absl::StatusOr<OverlapRun> RunOverlap(const PolicyWorld& world, const std::string& name,
                                       const std::vector<Context>& contexts, int batch,
                                       const OverlapOptions& options);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -9,7 +9,7 @@
 #include "absl/strings/match.h"
 #include "src/bench/trace/trace_summary.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 bool IsWriteThrough(const std::string& name) {
@@ -27,7 +27,7 @@ bool UpdatesResidency(const std::string& name) {
 bool IsOfAttention(const std::string& name) {
   return absl::StrContains(absl::AsciiStrToLower(name), "mla");
 }
-// The sums of its parts (CombineMlaKernel, sparse_mla_merge).
+// Recognises the kernels that combine attention's parts (CombineMlaKernel, sparse_mla_merge).
 bool IsSumOfAttention(const std::string& name) {
   return IsOfAttention(name) &&
          (absl::StartsWithIgnoreCase(name, "Combine") || absl::EndsWithIgnoreCase(name, "merge"));
@@ -35,7 +35,7 @@ bool IsSumOfAttention(const std::string& name) {
 bool MakesQueries(const std::string& name) {
   return IsOfAttention(name) && absl::StrContains(absl::AsciiStrToLower(name), "query");
 }
-// Attention over a row's lists: one call on a GPU, on a CPU one for each list.
+// Recognises attention over a row's lists: one call on a GPU, one per list on a CPU.
 bool IsAttention(const std::string& name) {
   return IsOfAttention(name) && !IsSumOfAttention(name) && !MakesQueries(name);
 }
@@ -47,7 +47,7 @@ double StepsIn(const StepTrace& part, int layers) {
       std::count_if(part.device.begin(), part.device.end(), [](const TraceSlice& slice) {
         return slice.kind == TraceSlice::Kind::kKernel && MakesQueries(slice.name);
       });
-  return static_cast<double>(queries) / layers;  // once in a layer
+  return static_cast<double>(queries) / layers;  // Once per layer.
 }
 
 TransfersInside TransfersIn(const StepTrace& part, int layers) {
@@ -98,8 +98,8 @@ std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTra
 }
 
 double Shelter::Coverable(double t) const {
-  // One piece begins with `beneath` before it; of two halves the second one's begin is that, or the
-  // first one's end.
+  // One piece begins with `beneath` of work left; the second of two halves begins then, or at the
+  // end of the first.
   const double second = ahead > 0 ? std::max(t / 2 - ahead, 0.0) + t / 2 : t;
   return t - std::max(0.0, second - beneath);
 }
@@ -111,7 +111,7 @@ Shelter ShelterIn(const StepTrace& trace) {
   }
   std::stable_sort(slices.begin(), slices.end(),
                    [](const TraceSlice* a, const TraceSlice* b) { return a->begin < b->begin; });
-  // A layer: one UpdateResidency or two, attention with its sums.
+  // A layer has one UpdateResidency or two, and attention with the combination of its parts.
   struct Layer {
     std::vector<absl::Time> updated;
     int attentions = 0;
@@ -158,4 +158,4 @@ StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end) {
   return part;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,5 +1,5 @@
-// What a trace of a step says of its transfers: how fast they were inside it, and what they could
-// run beneath. Kernels are told apart by their names, on either device.
+// Reads a step's transfers from a trace: how fast they were inside the step, and which work could
+// hide them. Kernels are recognised by their names on either device.
 #pragma once
 
 #include <optional>
@@ -8,23 +8,23 @@
 
 #include "src/bench/harness/step_trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// Of a step.
+// The transfers of one step.
 struct TransfersInside {
-  double seconds = 0;  // of all its transfers, each from its begin to its end
+  double seconds = 0;  // Time of all its transfers, each from begin to end.
   double calls = 0;
-  double compute_seconds = 0;  // of all other kernels, while each was the one to wait for
+  double compute_seconds = 0;  // Time of all other kernels, each while the stream waited for it.
 };
 TransfersInside TransfersIn(const StepTrace& part, int layers);
-// Of a step's transfers those that fetch: all but what a step that fetches nothing has too (the way
-// home of new entries). Where lists are empty the difference of two nearly equal times says
-// nothing: it is never below 0. Null: as many transfers as without.
+// Returns the transfers that fetch: all but those that a step that fetches nothing has too (the
+// write-through of new entries). If lists are empty, the difference of two nearly equal times means
+// nothing, so it is never below 0. Returns null if `with` has no more transfers than `without`.
 std::optional<TransfersInside> FetchesOf(const TransfersInside& with,
                                          const TransfersInside& without);
 
-// Seconds of a step that a kernel was the one to wait for, in a step that fetches and in one that
-// does not; by name, the most slowed first. Transfers are none.
+// A kernel's seconds per step, while the stream waited for it, in a step that fetches and in one
+// that does not. The list is sorted by slowdown, the most slowed first; transfers are not in it.
 struct ComparedKernel {
   std::string name;
   double with = 0, without = 0;
@@ -32,24 +32,24 @@ struct ComparedKernel {
 std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without,
                                             int layers);
 
-// What a transfer of a layer can run beneath, in seconds, as measured in steps that fetch nothing:
-// from where the indexer's last lists are made (UpdateResidency) to the end of attention, of which
-// what arrives is a small part. In two halves the first half's transfer begins `ahead` earlier.
+// The work that can hide a layer's transfer, in seconds, measured in steps that fetch nothing: from
+// the indexer's last lists (UpdateResidency) to the end of attention; attention to the fetched
+// entries is a small part of it. In two halves, the first half's transfer begins `ahead` earlier.
 struct Shelter {
   double beneath = 0;
   double ahead = 0;
-  int layers = 0;  // that it is the mean of; 0: the trace shows none
+  int layers = 0;  // Layers that the means cover; 0: the trace shows none.
 
-  // The part of a layer's transfer of that length that it hides at best: in one piece, or in two
-  // halves, of which the second waits for its lists and for the first.
+  // Returns how much of a layer's transfer of that length can be hidden at best: in one piece, or
+  // in two halves, of which the second waits for its lists and for the first.
   double Coverable(double transfer_seconds) const;
 };
 Shelter ShelterIn(const StepTrace& trace);
 
-// The slices of `trace` that begin in [begin, end), as a trace of its own of one "step".
+// Returns the slices of `trace` that begin in [begin, end), as a trace of one "step".
 StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end);
-// How many steps of a model of `layers` layers a part has, by its attention's queries: a part need
-// not begin or end with a step.
+// Returns how many steps of a model of `layers` layers a part contains, counted by its attention's
+// queries: a part need not begin or end with a step.
 double StepsIn(const StepTrace& part, int layers);
 
-}  // namespace sluice
+}  // namespace sluice::bench

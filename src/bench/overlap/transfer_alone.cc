@@ -10,12 +10,12 @@
 #include "src/bench/report/timing.h"
 #include "src/device/kernel_set.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kPasses = 7;
 
-// Lists of all layers, [layers][batch][capacity], and counts, [layers][batch].
+// The lists of all layers, [layers][batch][capacity], and their counts, [layers][batch].
 struct Lists {
   Buffer memory;
   int32_t *sources, *targets, *counts;
@@ -52,7 +52,7 @@ absl::StatusOr<TransferAlone> MeasureTransferAlone(const PolicyOptions& o, int b
   for (int64_t layer = 0; layer < layers; ++layer) {
     for (int64_t row = 0; row < batch; ++row) {
       const int64_t list = layer * batch + row;
-      // A sequence's entries of a layer lie together, layer after layer.
+      // A sequence's entries of one layer lie together, layer after layer.
       const int64_t home = (row * layers + layer) * context % (homes - context + 1);
       const int64_t pool = (row * layers + layer) * (places / lists);
       const int64_t count = std::llround(misses[static_cast<size_t>(layer)]);
@@ -100,4 +100,4 @@ absl::StatusOr<TransferAlone> MeasureTransferAlone(const PolicyOptions& o, int b
   return found;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

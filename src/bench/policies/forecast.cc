@@ -8,11 +8,11 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-// Of points (batch, seconds of a step), by least squares; null where the line does not rise.
-// REQUIRES: two batches that differ.
+// Returns the seconds of a step at `batch`, on the least-squares line through points (batch,
+// seconds); null if the line does not rise. REQUIRES: two batches that differ.
 std::optional<double> OnLine(const std::map<int, double>& points, double batch) {
   const auto count = static_cast<double>(points.size());
   double x = 0, y = 0, xx = 0, xy = 0;
@@ -48,7 +48,7 @@ std::vector<Forecast> ForecastsOf(const std::vector<PolicyRun>& runs,
     f.context = run.context;
     f.batch = memory.hbm_bytes / run.admission.hbm_bytes_each;
     f.bound = "HBM";
-    // Under full DRAM is a place to pass through.
+    // Policy full uses DRAM only for caches on their way in.
     if (run.policy != "full" && run.admission.dram_bytes_each > 0 &&
         memory.dram_bytes / run.admission.dram_bytes_each < f.batch) {
       f.batch = memory.dram_bytes / run.admission.dram_bytes_each;
@@ -68,12 +68,12 @@ std::string ForecastText(const std::vector<Forecast>& forecasts, const ForecastM
     absl::StrAppendFormat(
         &out,
         "forecast with %.1f GiB of HBM for caches and %.0f GiB of DRAM: %s, context %d: %d "
-        "sequences (%s ends it), ",
+        "sequences (bounded by %s), ",
         static_cast<double>(memory.hbm_bytes) / (1 << 30),
         static_cast<double>(memory.dram_bytes) / (1 << 30), f.policy, f.context, f.batch, f.bound);
     const std::string measured = absl::StrJoin(f.measured, ", ");
     if (const std::optional<double> rate = f.tokens_per_second(); !rate.has_value()) {
-      absl::StrAppend(&out, "no speed: of batches ", measured, " the larger ones took no longer");
+      absl::StrAppend(&out, "no speed: larger batches took no longer (measured ", measured, ")");
     } else {
       absl::StrAppendFormat(&out, "%.1f tokens/s by a line through batches %s", *rate, measured);
       if (full != forecasts.end() && &f != &*full && full->tokens_per_second().has_value()) {
@@ -100,4 +100,4 @@ nlohmann::json ForecastJson(const Forecast& f, const ForecastMemory& memory) {
           {"tokens_per_second", known(f.tokens_per_second())}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

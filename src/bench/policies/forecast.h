@@ -1,6 +1,6 @@
-// What a policy would come to with other memory than this machine has, or was given: how many
-// sequences fit, by what one takes, and how fast they would go, by a line through the batches that
-// were measured. Arithmetic alone; a forecast, no figure.
+// Forecasts a policy's throughput with other memory than this machine has: the number of sequences
+// follows from the memory that one takes, and their speed from a line through the measured batches.
+// This is arithmetic and yields a forecast, not a figure.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@
 
 #include "src/bench/harness/policy_run.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct ForecastMemory {
-  int64_t hbm_bytes = 0;  // for caches
+  int64_t hbm_bytes = 0;  // HBM for caches.
   int64_t dram_bytes = 0;
 };
 
@@ -22,9 +22,9 @@ struct Forecast {
   std::string policy;
   int context = 0;
   int64_t batch = 0;
-  std::string bound;          // what ends it: "HBM" or "DRAM"
-  std::vector<int> measured;  // batches that the line goes through
-  // Null: larger batches took no longer, so that the line leads nowhere (runs of a few noisy
+  std::string bound;          // The resource that bounds the batch: "HBM" or "DRAM".
+  std::vector<int> measured;  // The measured batches that the line goes through.
+  // Null: larger batches took no longer, so the line has no usable slope (runs of a few noisy
   // steps).
   std::optional<double> step_seconds;
   std::optional<double> tokens_per_second() const {
@@ -33,11 +33,12 @@ struct Forecast {
   }
 };
 
-// Of each policy that was measured at two batches or more; `runs` are of one context.
+// Returns a forecast for each policy that was measured at two batches or more. REQUIRES: all `runs`
+// have one context length.
 std::vector<Forecast> ForecastsOf(const std::vector<PolicyRun>& runs, const ForecastMemory& memory);
 
-// A line each, held against full where it is there; empty if there is none.
+// Returns one line per forecast, compared with full if full was measured; empty without forecasts.
 std::string ForecastText(const std::vector<Forecast>& forecasts, const ForecastMemory& memory);
 nlohmann::json ForecastJson(const Forecast& forecast, const ForecastMemory& memory);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,6 +1,6 @@
-// sluice-bench policies: attention policies side by side on the same sequences and under the same
-// HBM cap, in one run: how many sequences each admits, how fast the real engine decodes them, what
-// each moves and leaves to the CPU, and how far its logits are from those of full attention.
+// sluice-bench policies: compares attention policies on the same sequences and under the same HBM
+// cap, in one run: how many sequences each admits, how fast the real engine decodes them, how many
+// bytes each moves and leaves to the CPU, and how far its logits are from those of full attention.
 #include <algorithm>
 #include <filesystem>
 #include <memory>
@@ -20,7 +20,7 @@
 #include "src/bench/harness/policy_choice.h"
 #include "src/bench/harness/policy_run.h"
 #include "src/bench/harness/step_floor.h"
-#include "src/bench/policies/latent_rows.h"
+#include "src/bench/policies/latent_report.h"
 #include "src/bench/policies/policies_options.h"
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/policies/policy_quality.h"
@@ -35,7 +35,7 @@
 #include "src/config/units.h"
 #include "src/device/cpu/cpu_device.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 class PoliciesBench {
@@ -76,7 +76,7 @@ class PoliciesBench {
     return absl::OkStatus();
   }
 
-  // What the report says before the first figure.
+  // Prints the part of the report before the first figure.
   absl::Status Introduce() {
     std::vector<std::pair<std::string, std::string>> shape = {
         {"model", world_.model->config().name},
@@ -100,7 +100,7 @@ class PoliciesBench {
 
   absl::Status Load() {
     clock_.Begin("weights");
-    // A model of the drift before gives its memory back first.
+    // Frees the memory of the previous drift's model first.
     model_ = nullptr;
     const int64_t longest = *std::max_element(options_.contexts.begin(), options_.contexts.end());
     Model::Options model;
@@ -169,10 +169,10 @@ class PoliciesBench {
 
   int steps() const { return static_cast<int>(options_.steps); }
 
-  // Tokens that any run needs beyond the context.
-  int RunTokens() const { return std::max(PolicyRunTokens(steps()), latent_rows_.Tokens()); }
+  // Returns the tokens that any run needs beyond the context.
+  int RunTokens() const { return std::max(PolicyRunTokens(steps()), latent_report_.Tokens()); }
 
-  // A few: their prefill takes longer than what is measured.
+  // Returns only a few contexts: their prefill takes longer than the measurements.
   absl::StatusOr<std::vector<Context>> Contexts(int tokens) {
     std::unique_ptr<Model> twin;
     std::unique_ptr<ContextMaker> maker;
@@ -212,7 +212,7 @@ class PoliciesBench {
 
   absl::Status RunStatistics(const std::vector<Context>& contexts) {
     const int context = static_cast<int>(contexts[0].tokens.size());
-    // The path goes on.
+    // Dictates the continuation of the path.
     std::vector<int32_t> next;
     const auto more = static_cast<size_t>(options_.statistics);
     for (size_t i = 1; i <= more; ++i) {
@@ -235,7 +235,7 @@ class PoliciesBench {
     SLUICE_ASSIGN_OR_RETURN(const std::vector<Context> contexts, Contexts(context));
     if (options_.statistics > 0) SLUICE_RETURN_IF_ERROR(RunStatistics(contexts));
     if (options_.latent) {
-      SLUICE_RETURN_IF_ERROR(latent_rows_.Similarity(*tiers_, &world_, policies_, contexts));
+      SLUICE_RETURN_IF_ERROR(latent_report_.Similarity(*tiers_, &world_, policies_, contexts));
     }
     if (options_.runs) out_.Print("\n" + RunHeader());
     std::vector<PolicyRun> runs;
@@ -247,11 +247,11 @@ class PoliciesBench {
       out_.Print(absl::StrCat(policy, ": ", status.ToString(), "\n"));
       report_.details["failures"].push_back(
           {{"policy", policy}, {"context", context}, {"status", status.ToString()}});
-      // The others are still worth their time, unless nothing runs any more.
+      // Goes on with the other policies, unless the device no longer works.
       health = world_.device->Health();
       if (!health.ok()) break;
     }
-    // Full at its largest batch is what all are held against.
+    // All runs are compared with full at its largest batch.
     const auto full = std::find_if(runs.begin(), runs.end(), [](const PolicyRun& run) {
       return run.policy == "full" && run.largest;
     });
@@ -263,7 +263,7 @@ class PoliciesBench {
     }
     out_.Print(ScoutRatios(runs));
     out_.Print(MissesText(runs));
-    latent_rows_.Finish(runs);
+    latent_report_.Finish(runs);
     return health;
   }
 
@@ -296,7 +296,7 @@ class PoliciesBench {
         continue;
       }
       clock_.Begin(policy, absl::StrCat("context ", context, ", batch ", batch));
-      SLUICE_RETURN_IF_ERROR(latent_rows_.Overlap(world, policy, contexts, batch, &traces_));
+      SLUICE_RETURN_IF_ERROR(latent_report_.Overlap(world, policy, contexts, batch, &traces_));
       if (!options_.runs) continue;
       StepTrace trace;
       SLUICE_ASSIGN_OR_RETURN(PolicyRun run, RunPolicy(world, policy, contexts, batch, steps(),
@@ -321,7 +321,7 @@ class PoliciesBench {
       runs->push_back(std::move(run));
     }
     clock_.Pause();
-    // What was measured survives whatever comes next.
+    // Writes the results so far, so that they survive a later failure.
     return options_.out.empty() ? absl::OkStatus() : WriteFolder();
   }
 
@@ -332,7 +332,7 @@ class PoliciesBench {
       quality.context = static_cast<int>(context);
       quality.steps = static_cast<int>(options_.quality_steps);
       quality.texts = static_cast<int>(options_.quality_texts);
-      // Pass keys have lengths of their own.
+      // Pass keys have lengths of their own, so they run once.
       quality.passkeys =
           context == options_.contexts.front() ? static_cast<int>(options_.passkeys) : 0;
       SLUICE_ASSIGN_OR_RETURN(
@@ -383,17 +383,17 @@ class PoliciesBench {
   Report report_;
   std::unique_ptr<BenchDevice> bench_device_;
   RunClock clock_;
-  LatentRows latent_rows_{options_, out_, &report_, &clock_};
+  LatentReport latent_report_{options_, out_, &report_, &clock_};
   double drift_ = 0;
   std::unique_ptr<Model> model_;
-  std::optional<Model::Options> twin_;  // where contexts are computed by one
+  std::optional<Model::Options> twin_;  // Set if a twin computes the contexts.
   std::unique_ptr<BenchTiers> tiers_;
   StepTraffic rates_;
   std::optional<QualityTexts> texts_;
   PolicyWorld world_;
-  size_t next_json_ = 0;           // of details["runs"], the first without its floor
-  std::vector<StepTrace> traces_;  // to be written; empty without --out
-  size_t written_ = 0;             // of them
+  size_t next_json_ = 0;           // The first of details["runs"] without its floor.
+  std::vector<StepTrace> traces_;  // Traces to write; empty without --out.
+  size_t written_ = 0;             // Traces already written.
 };
 
 }  // namespace
@@ -413,10 +413,10 @@ int RunPoliciesBench(const Invocation& invocation) {
       {"dense_layers", absl::StrCat(o.dense_layers)},
       {"block_tokens", absl::StrCat(o.block_tokens)},
       {"workers", absl::StrCat(o.workers)}};
-  // What policies log is not the report's.
+  // The report does not contain the policies' log lines.
   SetUpLogging(LogLevel::kWarn, LogFormat::kText);
   const absl::StatusOr<int> status = PoliciesBench(o, std::move(policies), std::move(report)).Run();
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -11,37 +11,54 @@
 #include "src/config/units.h"
 #include "src/model/model_config.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
     R"(Runs attention policies side by side: the same sequences, the same HBM cap, the same engine.
 
-Columns: the largest batch that the policy admits (marked *) and the batches asked for; tokens/s; time per
-output token of one sequence, p50 and p99; the share of a traced run's time in which no kernel of the model
-ran (waits and what only moves K and V over the link are none); of the budget what the CPU attended to or the
-link brought; of what was selected what lay in HBM; K and V over the link in a step; steps from one recall of a
-layer to its next; what ends the largest batch. (HGCA's contextual copies take as much DRAM as the home.) Then
-what a step must move in HBM, over the link and in DRAM; the floor that it sets at the
-rates measured in this run; how close the step came; and the policy's tokens/s over those of full at its largest
-batch, beside the ratio of their floors.
+The first table has these columns:
+  batch        sequences that decode together; * marks the largest batch that the policy admits
+  tokens/s     output tokens of the whole batch
+  p50, p99 ms  time per output token of one sequence
+  idle         share of a traced run's time in which no kernel of the model ran (waits, and kernels that
+               only move K and V over the link, do not count as kernels of the model)
+  CPU          share of the budget that the CPU attended to or the link brought
+  hits         share of the selection that lay in HBM
+  link MB      K and V over the link in a step
+  interval     steps between two recalls of a layer
+  ends         the resource that bounds the largest batch (HGCA's contextual copies take as much DRAM as
+               the host KV cache)
+The second table shows the bytes that a step must move in HBM, over the link (up: to the device, down: back)
+and in DRAM, the floor that they set at the rates measured in this run, how close the step came to it, and the
+policy's tokens/s over those of full at its largest batch (x full), beside the ratio of their floors.
 
-A policy may be given settings: recall:budget=20%, hgca:beta=0.5:window=1024, scout:interval=8. hgca-mean is
-hgca with the beta for which the CPU attends, on average, to what the budget leaves beside the window.
+Some policies are set by this bench alone, and the server does not offer them: oracle selects by the exact
+attention weights, oracle-digest by block digests, ends takes the first and the newest blocks, random takes
+random ones; offload-naive fetches every selected entry in every step. The names scout-*, recall-fetch-all and
+ess-* are policies without one of their ideas. hgca-mean is hgca with the beta for which the CPU attends, on
+average, to as many tokens as the budget leaves beside the window.
+A policy's name may be followed by settings, as in recall:budget=20%, hgca:beta=0.5:window=1024 or
+scout:interval=8. These settings exist in this bench alone:
+  reduction=N          how a group's query heads share a score: 0 maximum, 1 mean, 2 sum of softmaxes
+  average-reduction=N  (hgca) the same for its moving average: 0 or 1
+  whole=1              (scout) the GPU attends to all resident blocks, selected or not
+  resident=N           (scout) tokens of recalled blocks that HBM has slots for
+  rank=N               (recall) elements of a partial key
+  skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
 
---topic-drift takes config.json alone and makes a model and contexts whose attention is sparse and drifts;
---statistics N says first how a workload behaves over N steps: how well queries are predicted, how fast the
-important blocks change, and what of policy scout's budget the CPU gets if nothing is recalled. --drift takes
-several values, and everything is run for each. Of a model with an indexer (DeepSeek-V3.2) each layer sees one
-of --paths paths, from --slowest to --fastest; its contexts have that model's index keys and entries of other
-values.
+--topic-drift reads config.json alone and makes a model and contexts whose attention is sparse and drifts.
+--statistics N first measures the workload over N steps: how well queries are predicted, how fast the important
+blocks change, and which share of policy scout's budget the CPU attends to if nothing is recalled. If --drift
+has several values, everything runs for each of them. In a model with an indexer (DeepSeek-V3.2) each layer sees
+one of --paths paths, from --slowest to --fastest; its contexts have the model's index keys, but other entries.
 
---overlap says what transfers cost a step of policy ess and its siblings: steps that fetch and steps that do not,
-in turn, with the same selections. --misses A,B,... does that with selections that miss so many entries of a
-sequence in each layer and step, the indexer still at work; --only-overlap leaves out everything else.
+--overlap measures the cost of transfers in a step of policy ess and its variants: steps that fetch and steps
+that do not alternate, with the same selections. --misses A,B,... does the same with selections that miss so
+many entries per sequence, layer and step, while the indexer still runs. --only-overlap leaves out the rest.
 
---quality compares with policy full instead, on texts as tokens (tools/sluice texts): every step is given the
-text's own tokens, and its logits are compared; pass keys that are hidden in a text are asked for.
+--quality compares logits with policy full instead, on texts given as tokens (tools/sluice texts): each step
+gets the text's own token. It also asks for pass keys that are hidden in a text.
 )";
 constexpr char kExamples[] =
     R"(  sluice-bench policies --model models/smollm2-135m-instruct --contexts 2048 --batches 1,4
@@ -57,7 +74,7 @@ constexpr char kExamples[] =
       --misses 0,16,64 --only-overlap
 )";
 
-// What is wrong with the flags beyond what each says itself.
+// Returns what is wrong with the combination of flags; each flag has checked its own value.
 std::optional<std::string> Wrong(const PoliciesBenchOptions& o) {
   if (o.model.empty()) return "--model is missing";
   if (o.topic_drift && !o.texts.empty()) return "--topic-drift and --texts exclude each other";
@@ -75,12 +92,13 @@ std::optional<std::string> Wrong(const PoliciesBenchOptions& o) {
   }
   if (o.latent && o.statistics > 0) return "--statistics is for models without latent caches";
   if (o.latent && o.quality) return "--quality is for models without latent caches";
-  if (o.latent && o.drifts.size() > 1) return "--drift of several values: set --slowest, --fastest";
+  if (o.latent && o.drifts.size() > 1)
+    return "--drift takes one value for models with an indexer: set --slowest and --fastest";
   if (!o.topic_drift && o.drifts.size() > 1) return "--drift needs --topic-drift";
-  if (!o.runs && !o.overlap && o.set_misses.empty()) {
+  if (!o.runs && !o.overlap && o.forced_misses.empty()) {
     return "--only-overlap needs --overlap or --misses";
   }
-  if (!o.latent && (o.overlap || !o.set_misses.empty())) {
+  if (!o.latent && (o.overlap || !o.forced_misses.empty())) {
     return "--overlap and --misses are for models with latent caches and an indexer";
   }
   if (o.block_tokens % 16 != 0) return "--block-tokens takes a multiple of 16";
@@ -98,75 +116,83 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
   bool given_batches = false, no_trace = false, only_overlap = false;
   Flags flags("sluice-bench policies", kAbout, kExamples);
   flags.Text("model", "DIR", "Hugging Face directory", &o->model);
-  flags.Switch("dummy", "weights from the formula: config.json is enough", &o->dummy);
-  flags.Choice("device", {"cpu", "cuda"}, "where it runs", &o->device);
+  flags.Switch("dummy", "use formula weights: only config.json is read", &o->dummy);
+  flags.Choice("device", {"cpu", "cuda"}, "device that the model runs on", &o->device);
   flags.Text("kernels", "PATH", "CPU kernels: auto, portable, avx2, avx512bf16, amx", &o->kernels);
-  flags.Integer("threads", "threads that compute; 0: one per core", 0, 1024, &o->threads);
-  flags.Integer("workers", "CPU workers that attend to what is not in HBM", 1, 1024, &o->workers);
+  flags.Integer("threads", "compute threads; 0: one per core", 0, 1024, &o->threads);
+  flags.Integer("workers", "CPU workers that attend to K and V outside HBM", 1, 1024, &o->workers);
   flags.Text("policies", "A,B,C",
-             absl::StrCat("any of ", absl::StrJoin(PolicyNames(), ", "), "; with :KEY=VALUE of ",
+             absl::StrCat("any of ", absl::StrJoin(PolicyNames(), ", "),
+                          "; a name may be followed by :KEY=VALUE, where KEY is one of ",
                           absl::StrJoin(PolicySettings(), ", ")),
              &o->policies);
-  flags.Text("hbm-bytes", "SIZE", "HBM for caches, the same for each policy", &o->hbm_bytes);
-  flags.Text("dram-bytes", "SIZE", "DRAM for homes, the same for each policy", &o->dram_bytes);
-  flags.Integers("contexts", "tokens that each sequence is handed over with", 32, 1 << 20,
-                 &o->contexts);
-  flags.Integers("batches", "sequences that decode together, beside the largest number that fits",
-                 1, 4096, &o->batches);
-  flags.Integer("max-batch", "sequences at most", 1, 4096, &o->most);
-  flags.Integer("distinct", "different contexts at most, which are handed over in turn", 1, 64,
-                &o->distinct);
-  flags.Switch("given-batches", "only --batches, not the largest that fits", &given_batches);
-  flags.Switch("no-trace", "no traced run of each: no idle share, no timeline", &no_trace);
-  flags.Integer("hgca-window", "newest tokens that policy hgca has in HBM", 16, 1 << 20,
+  flags.Text("hbm-bytes", "SIZE", "HBM for KV caches, the same for each policy", &o->hbm_bytes);
+  flags.Text("dram-bytes", "SIZE", "DRAM for host KV caches, the same for each policy",
+             &o->dram_bytes);
+  flags.Integers("contexts", "tokens of each sequence's context", 32, 1 << 20, &o->contexts);
+  flags.Integers("batches", "batch sizes, in addition to the largest that fits", 1, 4096,
+                 &o->batches);
+  flags.Integer("max-batch", "maximum sequences", 1, 4096, &o->most);
+  flags.Integer("distinct", "maximum number of different contexts, which sequences use in turn", 1,
+                64, &o->distinct);
+  flags.Switch("given-batches", "run only --batches, not the largest batch that fits",
+               &given_batches);
+  flags.Switch("no-trace", "leave out the traced runs, and so idle shares and timelines",
+               &no_trace);
+  flags.Integer("hgca-window", "newest tokens that policy hgca keeps in HBM", 16, 1 << 20,
                 &o->hgca_window);
-  flags.Integer("steps", "steps of each of four windows, and of the trace", 1, 100'000, &o->steps);
-  flags.Integer("budget", "tokens selected for each layer and KV head", 16, 1 << 20, &o->budget);
-  flags.Integer("block-tokens", "tokens of a cache block", 16, 1024, &o->block_tokens);
-  flags.Integer("dense-layers", "first layers that stay wholly in HBM", 0, 1024, &o->dense_layers);
-  flags.Text("policy-profile", "FILE", "what sluice-profile measured of this model",
+  flags.Integer("steps", "steps in each of the four windows, and in the trace", 1, 100'000,
+                &o->steps);
+  flags.Integer("budget", "tokens selected per layer and KV head", 16, 1 << 20, &o->budget);
+  flags.Integer("block-tokens", "tokens in a KV block", 16, 1024, &o->block_tokens);
+  flags.Integer("dense-layers", "number of first layers that stay wholly in HBM", 0, 1024,
+                &o->dense_layers);
+  flags.Text("policy-profile", "FILE", "this model's profile, from sluice-profile",
              &o->policy_profile);
-  flags.Text("texts", "FILE", "texts as tokens (tools/sluice texts); else random tokens",
+  flags.Text("texts", "FILE", "texts as tokens (tools/sluice texts); without it, random tokens",
              &o->texts);
-  flags.Integer("seed", "of random tokens, and of a workload", 1, 1 << 30, &o->seed);
-  flags.Switch("no-recall", "policy scout never recalls a block", &o->no_recall);
-  flags.Switch("topic-drift", "weights and contexts of the topic-drift workload", &o->topic_drift);
-  flags.Integer("statistics", "steps over which the workload is looked at first; 0: not at all", 0,
-                1000, &o->statistics);
+  flags.Integer("seed", "seed of random tokens and of the workload", 1, 1 << 30, &o->seed);
+  flags.Switch("no-recall", "policy scout recalls blocks only in a sequence's first step",
+               &o->no_recall);
+  flags.Switch("topic-drift", "use the weights and contexts of the topic-drift workload",
+               &o->topic_drift);
+  flags.Integer("statistics", "steps over which the workload is measured first; 0: none", 0, 1000,
+                &o->statistics);
   std::string drifts = absl::StrCat(o->drift.drift);
-  flags.Text("drift", "X,X,...", "of the way to the next topic that a token goes", &drifts);
-  flags.Number("noise", "a token's own part of its embedding, its topic's being 1", 0, 100,
+  flags.Text("drift", "X,X,...", "fraction of the way to the next topic per token", &drifts);
+  flags.Number("noise", "a token's own part of its embedding; its topic's part is 1", 0, 100,
                &o->drift.noise);
-  flags.Number("head-change", "a query head's part of its own, its KV head's being 1", 0, 100,
+  flags.Number("head-change", "a query head's own part; its KV head's part is 1", 0, 100,
                &o->drift.head_change);
-  flags.Number("layer-change", "what a layer adds to the residual, as a part of it", 0, 10,
+  flags.Number("layer-change", "size of a layer's addition relative to the residual", 0, 10,
                &o->drift.layer_change);
   flags.Number("sharpness", "logit of two equal embeddings", 0, 1000, &o->drift.sharpness);
-  flags.Integer("topics", "of the path", 1, 1 << 20, &o->topics);
-  flags.Integer("segment", "tokens of the path that a context has at a time", 1, 1 << 20,
-                &o->segment);
-  flags.Number("slowest", "drift of the slowest path, of models with an indexer", 0, 1,
+  flags.Integer("topics", "topics of the path", 1, 1 << 20, &o->topics);
+  flags.Integer("segment", "consecutive tokens of the path in a context", 1, 1 << 20, &o->segment);
+  flags.Number("slowest", "drift of the slowest path (models with an indexer)", 0, 1,
                &o->latent_drift.slowest);
-  flags.Number("fastest", "drift of the fastest", 0, 1, &o->latent_drift.fastest);
-  flags.Integer("paths", "of which each layer's indexer sees one", 1, 64, &o->paths);
-  flags.Switch("overlap", "what transfers cost a step, with the indexer's own selections",
+  flags.Number("fastest", "drift of the fastest path (models with an indexer)", 0, 1,
+               &o->latent_drift.fastest);
+  flags.Integer("paths", "number of paths; each layer's indexer sees one", 1, 64, &o->paths);
+  flags.Switch("overlap",
+               "measure the cost of transfers in a step, with the indexer's own selections",
                &o->overlap);
   flags.Integers("misses", "the same with selections that miss so many entries", 0, 2048,
-                 &o->set_misses);
-  flags.Switch("only-overlap", "nothing but --overlap and --misses", &only_overlap);
+                 &o->forced_misses);
+  flags.Switch("only-overlap", "run only --overlap and --misses", &only_overlap);
   flags.Text("forecast-dram", "SIZE",
-             "say what policies measured at two batches or more would do with so much DRAM",
+             "forecast the policies measured at two batches or more with so much DRAM",
              &o->forecast_dram);
-  flags.Text("forecast-hbm", "SIZE", "and with so much HBM; without it that of the runs",
+  flags.Text("forecast-hbm", "SIZE", "HBM of that forecast; without it, the HBM of the runs",
              &o->forecast_hbm);
   flags.Switch("quality",
                "compare logits and pass keys with full, at a budget of a quarter of the context",
                &o->quality);
-  flags.Integer("quality-texts", "texts at most", 0, 1000, &o->quality_texts);
+  flags.Integer("quality-texts", "maximum number of texts", 0, 1000, &o->quality_texts);
   flags.Integer("quality-steps", "tokens dictated after each context", 1, 65536, &o->quality_steps);
-  flags.Integer("passkeys", "pass keys at most", 0, 1000, &o->passkeys);
-  flags.Text("out", "DIR", "write the report and a trace of each run there", &o->out);
-  flags.File("json", "write the report as JSON, without FILE to standard output", &o->json);
+  flags.Integer("passkeys", "maximum number of pass keys", 0, 1000, &o->passkeys);
+  flags.Text("out", "DIR", "folder for the report and a trace of each run", &o->out);
+  flags.File("json", "write the report as JSON; without FILE, to standard output", &o->json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
   o->largest = !given_batches;
   o->trace = !no_trace;
@@ -178,7 +204,7 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
     }
     o->drifts.push_back(drift);
   }
-  // What is wrong with the model is said where it is loaded.
+  // Errors of the model are reported where it is loaded.
   const absl::StatusOr<ModelConfig> config = LoadModelConfig(o->model);
   o->latent = config.ok() && config->latent.has_value();
   if (const auto wrong = Wrong(*o)) return Usage(*wrong);
@@ -204,4 +230,4 @@ std::string WorkloadName(const PoliciesBenchOptions& o, double drift) {
       o.segment, o.seed);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

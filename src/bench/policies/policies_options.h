@@ -11,7 +11,7 @@
 #include "src/bench/workload/latent_drift.h"
 #include "src/bench/workload/topic_drift.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct PoliciesBenchOptions {
   std::string device = "cpu", model, kernels = "auto", policies = "full,scout,recall,hgca,oracle";
@@ -21,28 +21,29 @@ struct PoliciesBenchOptions {
   TopicDrift drift;
   LatentDrift latent_drift;
   int64_t paths = 8;
-  bool latent = false;         // the model has latent caches
-  std::vector<double> drifts;  // one after the other
+  bool latent = false;         // The model has latent caches.
+  std::vector<double> drifts;  // Run one after the other.
   int64_t topics = 256, segment = 96, statistics = 0;
   int64_t threads = 0, workers = 1, steps = 16, most = 16, seed = 1, distinct = 4;
   int64_t budget = 512, dense_layers = 2, block_tokens = 32, hgca_window = 512;
   int64_t quality_texts = 2, quality_steps = 64, passkeys = 4;
   std::vector<int64_t> contexts = {2048}, batches = {1};
-  // What transfers cost a step (overlap_run.h) under policies that fetch latent entries: with the
-  // indexer's own selections, and with so many misses.
+  // Measure the cost of transfers in a step (overlap_run.h) under policies that fetch latent
+  // entries: with the indexer's own selections, and with these numbers of forced misses.
   bool overlap = false;
-  std::vector<int64_t> set_misses;
-  bool runs = true;  // what every other figure is from
-  // Of memory that this machine need not have; empty: no forecast, the HBM of the runs.
+  std::vector<int64_t> forced_misses;
+  bool runs = true;  // False: only the figures of --overlap and --misses.
+  // Memory of the forecast, which this machine need not have. Empty: no forecast for forecast_dram,
+  // the HBM of the runs for forecast_hbm.
   std::string forecast_dram, forecast_hbm;
   PolicyOptions policy;
 };
 
-// The exit status if there is nothing to measure.
+// Reads the command line. Returns the exit status if there is nothing to measure.
 std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBenchOptions* options,
                                        std::vector<std::string>* policies);
 
-// What is decoded, for reports.
+// Returns the description of the decoded workload, for reports.
 std::string WorkloadName(const PoliciesBenchOptions& options, double drift);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -5,7 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 using nlohmann::json;
 
@@ -26,7 +26,7 @@ std::string RunLine(const PolicyRun& run) {
 }
 
 std::string NoRoomLine(const std::string& policy, int context, int batch, int largest) {
-  return absl::StrFormat("%-24s %8d %6d  does not fit: %d do\n", policy, context, batch, largest);
+  return absl::StrFormat("%-24s %8d %6d  does not fit: at most %d sequences do\n", policy, context, batch, largest);
 }
 
 Figure RunFigure(const PolicyRun& run) {
@@ -97,7 +97,7 @@ std::string RatesText(const StepTraffic& rates, int workers) {
 
 namespace {
 
-// What a run's tokens/s and its floor's are of those of full at its largest batch.
+// A run's tokens/s and its floor's tokens/s, relative to those of full at its largest batch.
 struct Ratios {
   double measured = 0, floors = 0;
 };
@@ -191,7 +191,7 @@ json FloorJson(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* 
 
 namespace {
 
-// Mean, least and largest of the layers that select; zeros where none does.
+// Mean, least and largest over the layers that select; zeros if none does.
 struct Spread {
   double mean = 0, low = 0, high = 0;
 };
@@ -297,4 +297,4 @@ json QualityJson(const PolicyQuality& q, int context) {
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

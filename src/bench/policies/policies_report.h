@@ -1,4 +1,4 @@
-// Lines and JSON of `sluice-bench policies`.
+// Formats the results of `sluice-bench policies` as lines and JSON.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -10,7 +10,7 @@
 #include "src/bench/policies/workload_statistics.h"
 #include "src/bench/report/report.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 std::string RunHeader();
 std::string RunLine(const PolicyRun& run);
@@ -19,23 +19,23 @@ Figure RunFigure(const PolicyRun& run);
 // Layers that select nothing have zeros.
 nlohmann::json RunJson(const PolicyRun& run);
 
-// The rates that floors are made of; `workers` read DRAM.
+// Returns the rates from which floors are computed; `workers` threads read DRAM.
 std::string RatesText(const StepTraffic& rates, int workers);
 std::string FloorHeader();
-// A line of policy scout's tokens/s over each other's, each at its largest batch, and at equal
-// batches; empty without scout.
+// Returns lines with policy scout's tokens/s over each other policy's, each at its largest batch
+// and at equal batches; empty without scout.
 std::string ScoutRatios(const std::vector<PolicyRun>& runs);
-// By layer: of a row's selection what the row before had selected.
+// Reports, by layer, the share of a row's selection that the row before had selected.
 std::string SelectionOverlapText(const std::vector<double>& layers, int context);
-// Of policies that fetch entries of latent caches, how many a sequence misses in a step; else
-// empty.
+// Reports how many entries a sequence misses in a step under policies that fetch latent entries;
+// empty without such a policy.
 std::string MissesText(const std::vector<PolicyRun>& runs);
-// `full`: the run of policy full at its largest batch, which the others are held against; null if
-// there is none.
+// `full` is the run of policy full at its largest batch, with which the others are compared; null
+// if there is none.
 std::string FloorLine(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full);
 nlohmann::json FloorJson(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full);
 
-// `shares`: MeasureShares.
+// `shares` is the result of MeasureShares.
 std::string StatisticsText(const WorkloadStatistics& statistics,
                            const std::vector<std::vector<double>>& shares, int context);
 nlohmann::json StatisticsJson(const WorkloadStatistics& statistics,
@@ -46,4 +46,4 @@ std::string QualityLine(const PolicyQuality& quality, int context);
 Figure QualityFigure(const PolicyQuality& quality, int context);
 nlohmann::json QualityJson(const PolicyQuality& quality, int context);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -10,7 +10,7 @@
 #include "src/bench/workload/context.h"
 #include "src/bench/workload/dictation.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kFull[] = "full";
@@ -58,7 +58,7 @@ class QualityRun {
   }
 
  private:
-  // The policy with a budget for this context, and a sequence of it.
+  // A policy with a budget for one context, and a sequence of that context.
   struct Sequence {
     std::unique_ptr<AttentionPolicy> policy;
     std::unique_ptr<Dictation> dictation;
@@ -94,13 +94,13 @@ class QualityRun {
     return out;
   }
 
-  // Whether a greedy decode gives the answer.
+  // Returns whether a greedy decode gives the answer.
   absl::StatusOr<bool> Finds(const std::string& policy, const Context& context,
                              const std::vector<int32_t>& answer) {
     SLUICE_ASSIGN_OR_RETURN(const auto sequence, Begin(policy, context, answer.size()));
     for (const int32_t token : answer) {
       SLUICE_ASSIGN_OR_RETURN(const auto logits, sequence->dictation->Step());
-      // The first token that is wrong decides; until then what is dictated is what was chosen.
+      // The first wrong token decides; until then the dictated tokens are the chosen ones.
       if (std::max_element(logits.begin(), logits.end()) - logits.begin() != token) return false;
       sequence->dictation->Append(token);
     }
@@ -157,4 +157,4 @@ absl::StatusOr<std::vector<PolicyQuality>> MeasureQuality(
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

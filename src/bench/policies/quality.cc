@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using nlohmann::json;
@@ -21,7 +21,7 @@ constexpr char kSchema[] = "sluice-texts/1";
 std::vector<int32_t> ReadIds(const json& j, int vocab) {
   auto ids = j.get<std::vector<int32_t>>();
   for (const int32_t id : ids) {
-    // Caught below, as the library's own.
+    // Caught below like the library's own exceptions.
     if (id < 0 || id >= vocab)
       throw json::other_error::create(500, "an id past the vocabulary", &j);
   }
@@ -75,11 +75,12 @@ double Distance::reference_perplexity() const {
 absl::StatusOr<QualityTexts> ParseQualityTexts(const std::string& text, int vocab) {
   const json root = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!root.is_object() || !root.contains("schema") || root["schema"] != kSchema) {
-    return absl::InvalidArgumentError(absl::StrCat("is no file of texts: \"schema\" must be \"",
+    return absl::InvalidArgumentError(absl::StrCat("is not a file of texts: \"schema\" must be \"",
                                                    kSchema,
-                                                   "\"; tools/sluice quality-texts makes one"));
+                                                   "\"; tools/sluice texts makes one"));
   }
-  // The library reports what is missing or of another type by exceptions, which stay in here.
+  // The library reports missing fields and wrong types by exceptions, which do not leave this
+  // function.
   try {
     QualityTexts out;
     for (const json& t : root.at("texts")) {
@@ -91,7 +92,7 @@ absl::StatusOr<QualityTexts> ParseQualityTexts(const std::string& text, int voca
     }
     return out;
   } catch (const json::exception& e) {
-    return absl::InvalidArgumentError(absl::StrCat("is not as the schema has it: ", e.what()));
+    return absl::InvalidArgumentError(absl::StrCat("does not match the schema: ", e.what()));
   }
 }
 
@@ -107,4 +108,4 @@ absl::StatusOr<QualityTexts> ReadQualityTexts(const std::string& path, int vocab
   return texts;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,5 +1,5 @@
-// How far a policy's logits are from those of another on the same text, and whether a greedy decode
-// finds what was hidden in one. Pure arithmetic, and the file of texts.
+// Measures how far a policy's logits are from those of another on the same text, and reads the file
+// of texts. Pure arithmetic apart from reading the file.
 #pragma once
 
 #include <cstdint>
@@ -9,27 +9,28 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// What is kept of one step's logits, natural logarithms.
+// The log-probabilities of one step, natural logarithms.
 struct StepLogits {
   std::vector<float> log_probabilities;  // [vocab]
-  int32_t top = 0;                       // lowest id among equals
+  int32_t top = 0;                       // The lowest id among equals.
 };
 StepLogits NormalizeLogits(absl::Span<const float> logits);
 
 // Sums over steps that were given the same tokens.
 class Distance {
  public:
-  // `next`: the text's own next token.
+  // `next` is the text's own next token.
   void Add(const StepLogits& reference, const StepLogits& found, int32_t next);
   void Add(const Distance& other);
 
   int64_t steps() const { return steps_; }
-  double top1_agreement() const;        // share of steps with the same most probable token
-  double mean_kl() const;               // sum p_reference log(p_reference / p_found), nats a step
-  double perplexity() const;            // of the text, as found
-  double reference_perplexity() const;  // as the reference has it
+  double top1_agreement() const;  // Share of steps with the same most probable token.
+  // sum p_reference log(p_reference / p_found), in nats per step.
+  double mean_kl() const;
+  double perplexity() const;            // Perplexity of the text, by the found logits.
+  double reference_perplexity() const;  // Perplexity by the reference's logits.
   double perplexity_change() const { return perplexity() / reference_perplexity() - 1; }
 
  private:
@@ -37,7 +38,7 @@ class Distance {
   double kl_ = 0, nll_ = 0, reference_nll_ = 0;
 };
 
-// Texts as token ids, made by `tools/sluice quality-texts`: C++ has no tokenizer.
+// Texts as token ids. `tools/sluice texts` makes them, because C++ has no tokenizer.
 struct QualityTexts {
   struct Text {
     std::string name;
@@ -45,14 +46,14 @@ struct QualityTexts {
   };
   struct Passkey {
     std::string name;
-    std::vector<int32_t> ids;     // text, and the question
-    std::vector<int32_t> answer;  // what should follow
+    std::vector<int32_t> ids;     // The text and the question.
+    std::vector<int32_t> answer;  // The expected continuation.
   };
   std::vector<Text> texts;
   std::vector<Passkey> passkeys;
 };
-// INVALID_ARGUMENT says what is wrong; `vocab`: ids are below it.
+// INVALID_ARGUMENT says what is wrong. REQUIRES: ids are below `vocab`.
 absl::StatusOr<QualityTexts> ParseQualityTexts(const std::string& json, int vocab);
 absl::StatusOr<QualityTexts> ReadQualityTexts(const std::string& path, int vocab);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -5,7 +5,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 absl::StatusOr<std::unique_ptr<QueryWatch>> QueryWatch::Create(AttentionPolicy* policy, int layers,
                                                                int heads, int head_dim,
@@ -32,4 +32,4 @@ void QueryWatch::Attend(Stream& stream, int layer, kernels::AttentionParams para
   ForwardingPolicy::Attend(stream, layer, params);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

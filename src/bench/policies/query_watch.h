@@ -1,5 +1,5 @@
-// Policy full with an eye on its queries: the real ones of every layer, and those that the layer
-// before predicted. What selection has to work with, whatever the policy.
+// Runs policy full and records its queries: the real ones of every layer, and those that the layer
+// before predicted. Every policy's selection works from these.
 #pragma once
 
 #include <memory>
@@ -10,11 +10,11 @@
 #include "src/attention/forwarding_policy.h"
 #include "src/device/device.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class QueryWatch : public ForwardingPolicy {
  public:
-  // `policy` outlives this. The queries of a step's first row are kept.
+  // REQUIRES: `policy` outlives this. The queries of a step's first row are kept.
   static absl::StatusOr<std::unique_ptr<QueryWatch>> Create(AttentionPolicy* policy, int layers,
                                                             int heads, int head_dim,
                                                             Device* device);
@@ -41,4 +41,4 @@ class QueryWatch : public ForwardingPolicy {
   const Buffer real_, predicted_;  // pinned, [layers][size_]
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

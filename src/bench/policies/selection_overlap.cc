@@ -10,7 +10,7 @@
 #include "src/bench/harness/engine_run.h"
 #include "src/bench/harness/step_device.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 // Keeps the lists of every step in which all sequences have a decode row.
@@ -42,7 +42,8 @@ class SelectionLog : public ForwardingPolicy {
                 static_cast<size_t>(rows) * static_cast<size_t>(top_k_) * sizeof(int32_t));
   }
 
-  // By layer. REQUIRES: every step is done. Rows keep their order from step to step.
+  // Returns the shares by layer. REQUIRES: every step is done. Rows keep their order from step to
+  // step.
   std::vector<double> Shares() const {
     std::vector<double> shares(static_cast<size_t>(layers_), 0.0);
     std::vector<int32_t> both;
@@ -71,7 +72,7 @@ class SelectionLog : public ForwardingPolicy {
 
   const Buffer memory_;  // int32 [steps][layers][rows][top_k]
   const int context_, rows_, layers_, top_k_, most_;
-  int steps_ = 0;  // of which there are lists
+  int steps_ = 0;  // Steps whose lists are kept.
   bool kept_ = false;
 };
 
@@ -114,4 +115,4 @@ absl::StatusOr<std::vector<double>> MeasureSelectionOverlap(const PolicyWorld& w
   return observed.Shares();
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

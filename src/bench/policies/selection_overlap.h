@@ -1,5 +1,5 @@
-// Intra-layer overlap (ESS, section 2.2, equation 1): of what a row selects in a layer, the share
-// that its sequence's row of the step before had selected in that layer.
+// Measures intra-layer overlap (ESS, section 2.2, equation 1): the share of a row's selection in a
+// layer that the same sequence's row of the step before had selected in that layer.
 #pragma once
 
 #include <vector>
@@ -8,15 +8,15 @@
 #include "src/bench/harness/policy_run.h"
 #include "src/bench/workload/context.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// By layer, the mean over `steps` steps of the contexts, one sequence of each, as many as fit;
-// empty where none does. `name`: of policy ess or a sibling, whose selections are the model's own.
-// Steps are not recorded, and each list goes to the host: no times are measured here.
+// Returns, by layer, the mean over `steps` steps of the contexts, one sequence of each, as many as
+// fit; empty if none fits. `name` is policy ess or a variant, whose selections are the model's own.
+// Steps are not recorded and each list is copied to the host, so this measures no times.
 // RESOURCE_EXHAUSTED: no room for the lists.
 absl::StatusOr<std::vector<double>> MeasureSelectionOverlap(const PolicyWorld& world,
                                                             const std::string& name,
                                                             const std::vector<Context>& contexts,
                                                             int steps);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -16,7 +16,7 @@
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Blocks = std::vector<int32_t>;
@@ -31,7 +31,7 @@ double Cosine(const float* a, const float* b, int n) {
   return ab / std::sqrt(aa * bb);
 }
 
-// Keys of a context, of one layer: bf16 [heads][tokens][head_dim].
+// Returns a context's keys of one layer: bf16 [heads][tokens][head_dim].
 std::vector<uint16_t> KeysOf(const Context& context, const CacheLayout& layout, int layer,
                              ContextReader& reader) {
   const CacheKind& kind = layout.kinds[0];
@@ -50,13 +50,14 @@ std::vector<uint16_t> KeysOf(const Context& context, const CacheLayout& layout, 
     const size_t count = std::min(block, tokens - first) * dim;
     for (int head = 0; head < kind.heads; ++head) {
       std::copy_n(at, count, keys.data() + (static_cast<size_t>(head) * tokens + first) * dim);
-      at += 2 * count;  // over the values
+      at += 2 * count;  // Skips the values.
     }
   }
   return keys;
 }
 
-// Of n floats, a multiple of 16, so that a compiler can keep the sums in vectors.
+// Returns the dot product of n floats. n is a multiple of 16, so that a compiler can keep the sums
+// in vectors.
 float Dot(const float* a, const float* b, int n) {
   constexpr int kLanes = 16;
   float sums[kLanes] = {};
@@ -81,8 +82,8 @@ class Watcher {
   }
 
   void Step(const QueryWatch& watch) {
-    // Layers are dealt to as many threads as there are cores: at 64K tokens a step's logits are
-    // 13 G products.
+    // Layers are distributed over one thread per core: at 64K tokens a step's logits are 13 G
+    // products.
     std::atomic<int> next{0};
     {
       std::vector<std::jthread> threads;
@@ -118,7 +119,8 @@ class Watcher {
     out_.layers.resize(static_cast<size_t>(config_.layers));
   }
 
-  // So that the host keeps 2 GiB of keys at most: homes have the rest of its memory.
+  // Returns a stride of layers with which the host keeps at most 2 GiB of keys: host KV caches have
+  // the rest of its memory.
   static int StrideOf(const ModelConfig& config, size_t tokens) {
     constexpr int64_t kMostBytes = int64_t{2} << 30;
     const int64_t bytes = int64_t{config.layers} * config.kv_heads * config.head_dim *
@@ -180,8 +182,8 @@ class Watcher {
   const ModelConfig config_;
   const int block_, blocks_, count_;
   const size_t tokens_;
-  const int stride_;                         // every so many layers' blocks are looked at
-  std::vector<std::vector<uint16_t>> keys_;  // by layer
+  const int stride_;                         // Only every so many layers' blocks are examined.
+  std::vector<std::vector<uint16_t>> keys_;  // By layer.
   std::vector<Blocks> first_, last_;         // [layer][kv head]
   int steps_ = 0;
   WorkloadStatistics out_;
@@ -190,7 +192,7 @@ class Watcher {
 }  // namespace
 
 double WorkloadStatistics::MeanCosine() const {
-  // Layer 0's are the real ones.
+  // Layer 0's predicted queries are the real ones.
   double sum = 0;
   for (size_t i = 1; i < layers.size(); ++i) sum += layers[i].cosine;
   return layers.size() < 2 ? 1 : sum / static_cast<double>(layers.size() - 1);
@@ -295,4 +297,4 @@ absl::StatusOr<WorkloadStatistics> MeasureWorkload(const PolicyWorld& world, con
   return watcher->Finish(static_cast<double>(greedy) / static_cast<double>(next.size()));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

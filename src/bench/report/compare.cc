@@ -7,13 +7,13 @@
 #include "absl/strings/str_format.h"
 #include "src/bench/report/subcommand.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
     R"(Compares two reports of the same subcommand: for each figure that both have, B over A, with the range
-that the spreads allow (10th percentile over 90th, 90th over 10th). "better" and "worse" are said only where
-that whole range lies on one side of 1. The exit status is 0 whatever the figures are.
+that the spreads allow (10th percentile over 90th, 90th over 10th). A figure is called "better" or "worse"
+only if the whole range lies on one side of 1. The exit status is 0 whatever the figures are.
 )";
 constexpr char kExamples[] = R"(  sluice-bench step --model DIR --json before.json
   sluice-bench step --model DIR --json after.json
@@ -35,7 +35,7 @@ void CompareFigures(const Report& a, const Report& b, const Output& out) {
     if (found == of_a.end()) continue;
     const Figure& f = *found->second;
     ++both;
-    // A figure of 0 (no refusals, say) has no ratio.
+    // A figure of 0 (for example no refusals) has no ratio.
     if (!(f.median > 0) || !(f.low > 0) || !(g.low > 0)) {
       out.Print(absl::StrFormat("%-64s %10.4g %10.4g %7s %15s  %s\n", f.name, f.median, g.median,
                                 "-", "-", f.unit));
@@ -65,18 +65,18 @@ int RunCompare(const Invocation& invocation) {
     if (!report->ok()) return Fail(report->status());
   }
   if (a->subcommand != b->subcommand) {
-    return Fail(
-        absl::InvalidArgumentError(absl::StrCat(files[0], " is of ", a->subcommand, ", ", files[1],
-                                                " of ", b->subcommand, ": nothing to compare")));
+    return Fail(absl::InvalidArgumentError(absl::StrCat(files[0], " is a report of ", a->subcommand,
+                                                        ", ", files[1], " of ", b->subcommand,
+                                                        ": nothing to compare")));
   }
   const Output out("");
   out.Print(absl::StrCat("A: ", files[0], "\n", Preamble(*a), "B: ", files[1], "\n", Preamble(*b)));
   if (a->machine.cpu != b->machine.cpu || a->machine.cores != b->machine.cores) {
-    out.Print("The machines differ: times do not compare, shares of a floor may.\n");
+    out.Print("The machines differ: times cannot be compared, shares of a floor may be.\n");
   }
   if (a->shape != b->shape) out.Print("The shapes differ.\n");
   CompareFigures(*a, *b, out);
   return 0;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -12,7 +12,7 @@
 #include "src/base/status_macros.h"
 #include "src/config/units.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 absl::StatusOr<int64_t> ParseInteger(const std::string& text, int64_t min, int64_t max) {
@@ -22,7 +22,8 @@ absl::StatusOr<int64_t> ParseInteger(const std::string& text, int64_t min, int64
       absl::StrCat("takes a whole number from ", min, " to ", max, ", but is '", text, "'"));
 }
 
-// `text` in lines of at most `width`, each after the first behind `indent` blanks.
+// Returns `text` in lines of at most `width` columns. Each line after the first is indented by
+// `indent` blanks.
 std::string Wrap(const std::string& text, size_t indent, size_t width) {
   std::string out;
   size_t column = indent;
@@ -172,7 +173,7 @@ absl::StatusOr<bool> Flags::Parse(std::span<const std::string> args) {
     const std::string& arg = args[i];
     if (arg.size() < 2 || arg.compare(0, 2, "--") != 0) {
       if (rest_ == nullptr) {
-        return absl::InvalidArgumentError(absl::StrCat("'", arg, "' is no flag"));
+        return absl::InvalidArgumentError(absl::StrCat("'", arg, "' is not a flag"));
       }
       rest_->push_back(arg);
       continue;
@@ -224,4 +225,4 @@ std::string Flags::Help() const {
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

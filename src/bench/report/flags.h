@@ -1,5 +1,5 @@
-// The command line of one sluice-bench subcommand: flags bound to where their values go, and the
-// help text that they make.
+// Parses the command line of one sluice-bench subcommand. Each flag is bound to the variable that
+// receives its value; the help text is made from the same declarations.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +11,20 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class Flags {
  public:
-  // `about`: what the subcommand does, in a few lines; `examples`: complete command lines.
+  // `about` says in a few lines what the subcommand does. `examples` holds complete command lines.
   Flags(std::string command, std::string about, std::string examples);
 
-  // Each binds --`name` to *value, whose content now is the default that the help shows. `help` is
-  // one sentence or two. Values outside [min, max] are refused with those bounds.
+  // Each method binds --`name` to *value. The content of *value at that moment is the default,
+  // which the help shows. `help` is one sentence or two. Parse() refuses values outside [min, max]
+  // and names those bounds.
   void Switch(const std::string& name, const std::string& help, bool* value);
   void Text(const std::string& name, const std::string& meta, const std::string& help,
             std::string* value);
-  // Text whose value may be left out: "-" then.
+  // Binds a text flag whose value may be left out; *value is "-" then.
   void File(const std::string& name, const std::string& help, std::string* value);
   void Choice(const std::string& name, std::vector<std::string> choices, const std::string& help,
               std::string* value);
@@ -31,18 +32,20 @@ class Flags {
                int64_t* value);
   void Number(const std::string& name, const std::string& help, double min, double max,
               double* value);
-  // A number, or 200ms, 1.5s, 2m.
+  // Takes a number, or a time such as 200ms, 1.5s or 2m.
   void Seconds(const std::string& name, const std::string& help, double max, double* value);
   void Integers(const std::string& name, const std::string& help, int64_t min, int64_t max,
                 std::vector<int64_t>* value);
-  // May be given several times; `parse` judges each.
+  // Declares a flag that may be given several times; `parse` checks each value.
   void Repeated(const std::string& name, const std::string& meta, const std::string& help,
                 std::function<absl::Status(const std::string&)> parse);
-  // Arguments that are no flags are taken as these; none are taken without this call.
+  // Collects arguments that are not flags in *values. Without this call, Parse() refuses such
+  // arguments.
   void Rest(const std::string& meta, const std::string& help, std::vector<std::string>* values);
 
-  // --name VALUE and --name=VALUE. False: --help is among them. INVALID_ARGUMENT names the flag,
-  // what it takes, and for an unknown one the nearest known.
+  // Accepts --name VALUE and --name=VALUE. Returns false if --help is among the arguments.
+  // INVALID_ARGUMENT names the flag and the values that it takes; for an unknown flag it names the
+  // nearest known one.
   absl::StatusOr<bool> Parse(std::span<const std::string> args);
   std::string Help() const;
 
@@ -64,4 +67,4 @@ class Flags {
   std::string rest_meta_, rest_help_;
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -7,7 +7,7 @@
 #include "src/bench/report/revision.h"
 #include "src/device/cpu/cpu_device.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 std::string CpuName() {
@@ -32,4 +32,4 @@ Machine ThisMachine() {
   return machine;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,19 +1,19 @@
-// What a report says about where it was made: the processor, its memory, the build.
+// The machine on which a report was made: its processor, its memory and the build.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-namespace sluice {
+namespace sluice::bench {
 
 struct Machine {
   std::string cpu;  // "Intel(R) Xeon(R) ..."
-  int cores = 0;    // that this process may use
+  int cores = 0;    // Cores that this process may use.
   int64_t memory_bytes = 0;
-  std::string revision;  // of the sources, "-dirty" where they were changed
+  std::string revision;  // Revision of the sources; it ends in "-dirty" if they had local changes.
 };
 
-// From /proc and the build; "unknown" where the system does not say.
+// Reads /proc and the build's revision. A text is "unknown" where the system does not say.
 Machine ThisMachine();
 
-}  // namespace sluice
+}  // namespace sluice::bench

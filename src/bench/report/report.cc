@@ -11,7 +11,7 @@
 #include "src/base/status_macros.h"
 #include "src/config/units.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using nlohmann::json;
@@ -99,12 +99,13 @@ std::string ToJson(const Report& report) {
 
 absl::StatusOr<Report> ParseReport(const std::string& text) {
   const json root = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (root.is_discarded()) return absl::InvalidArgumentError("is no JSON");
+  if (root.is_discarded()) return absl::InvalidArgumentError("is not JSON");
   if (!root.is_object() || !root.contains("schema") || root["schema"] != kSchema) {
     return absl::InvalidArgumentError(
-        absl::StrCat("is no report of sluice-bench: \"schema\" must be \"", kSchema, "\""));
+        absl::StrCat("is not a report of sluice-bench: \"schema\" must be \"", kSchema, "\""));
   }
-  // The library reports what is missing or of another type by exceptions, which stay in here.
+  // The library reports missing fields and wrong types by exceptions, which do not leave this
+  // function.
   try {
     Report report;
     report.subcommand = root.at("subcommand").get<std::string>();
@@ -120,7 +121,7 @@ absl::StatusOr<Report> ParseReport(const std::string& text) {
     report.details = root.at("details");
     return report;
   } catch (const json::exception& e) {
-    return absl::InvalidArgumentError(absl::StrCat("is not as the schema has it: ", e.what()));
+    return absl::InvalidArgumentError(absl::StrCat("does not match the schema: ", e.what()));
   }
 }
 
@@ -148,4 +149,4 @@ absl::StatusOr<Report> ReadReport(const std::string& path) {
   return report;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,9 +1,10 @@
-// What every subcommand of sluice-bench ends with: figures, and all that makes them mean something.
+// The report that every subcommand of sluice-bench produces: its figures, and the machine, command
+// and shape that they were measured with.
 //
 // The JSON form ("schema": "sluice-bench/1") has: subcommand, command, revision, machine {cpu,
 // cores, memory_bytes}, shape {name: value}, figures [{name, unit, better, median, p10, p90,
-// samples, more {name: number}}], details (of the subcommand's own). Figures are what --compare
-// compares.
+// samples, more {name: number}}] and details, whose content each subcommand defines. --compare
+// compares the figures.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -16,40 +17,40 @@
 #include "src/bench/report/machine.h"
 #include "src/bench/report/timing.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct Figure {
-  std::string name;  // unique in its report
-  std::string unit;  // SI, or "1"
+  std::string name;  // Unique in its report.
+  std::string unit;  // An SI unit, or "1".
   bool lower_is_better = false;
   double median = 0;
   double low = 0;   // 10th percentile
   double high = 0;  // 90th percentile
   int64_t samples = 0;
-  std::vector<std::pair<std::string, double>> more;  // beside it: floors, rates, shares
+  std::vector<std::pair<std::string, double>> more;  // Related numbers: floors, rates, shares.
 };
 
 struct Report {
   std::string subcommand;
-  std::string command;  // as it was typed
+  std::string command;  // The command line as it was typed.
   std::vector<std::pair<std::string, std::string>> shape;
   Machine machine;
   std::vector<Figure> figures;
   nlohmann::json details = nlohmann::json::object();
 };
 
-// A figure of seconds.
+// Returns a figure in seconds.
 Figure SecondsFigure(std::string name, const Timing& timing);
 
-// The lines above every table: command, machine, shape.
+// Returns the lines that stand above every table: command, machine and shape.
 std::string Preamble(const Report& report);
 
 std::string ToJson(const Report& report);
-// INVALID_ARGUMENT says what is not as the schema has it.
+// INVALID_ARGUMENT names the part that does not match the schema.
 absl::StatusOr<Report> ParseReport(const std::string& text);
 
-// Writes ToJson to `path`, or to standard output where it is "-".
+// Writes ToJson(report) to `path`, or to standard output if `path` is "-".
 absl::Status WriteReport(const Report& report, const std::string& path);
 absl::StatusOr<Report> ReadReport(const std::string& path);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,8 +1,8 @@
-// The revision of the sources that this program was built from; the build writes its value.
+// The revision of the sources that this program was built from. The build writes its value.
 #pragma once
 
-namespace sluice {
+namespace sluice::bench {
 
 extern const char* const kRevision;
 
-}  // namespace sluice
+}  // namespace sluice::bench

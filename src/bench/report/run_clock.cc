@@ -9,7 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 RunClock::RunClock() : terminal_(isatty(STDERR_FILENO) != 0), start_(absl::Now()) {}
 RunClock::~RunClock() { Pause(); }
@@ -56,4 +56,4 @@ nlohmann::json RunClock::ToJson() const {
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -2,7 +2,7 @@
 
 #include <cstdio>
 
-namespace sluice {
+namespace sluice::bench {
 
 std::optional<int> ReadFlags(Flags& flags, const Invocation& invocation) {
   const absl::StatusOr<bool> parsed = flags.Parse(invocation.args);
@@ -42,4 +42,4 @@ Report NewReport(const std::string& subcommand, const Invocation& invocation) {
   return report;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,5 +1,5 @@
 // The subcommands of sluice-bench. Each reads its own flags, prints a table to standard output as
-// its figures come, and writes the report where --json says.
+// it obtains figures, and writes the report to the file that --json names.
 #pragma once
 
 #include <optional>
@@ -10,45 +10,45 @@
 #include "src/bench/report/flags.h"
 #include "src/bench/report/report.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct Invocation {
-  std::string command;            // the whole command line, for reports
-  std::vector<std::string> args;  // after the subcommand's name
+  std::string command;            // The whole command line, for reports.
+  std::vector<std::string> args;  // The arguments after the subcommand's name.
 };
 
-// Exit status: 0; 1: it could not be measured, or what was computed is wrong; 2: a bad command
-// line.
+// Each function returns the exit status: 0 after success, 1 if the measurement failed or a computed
+// result is wrong, 2 for a bad command line.
 int RunKernelBench(const Invocation& invocation);
 int RunStepBench(const Invocation& invocation);
 int RunServeBench(const Invocation& invocation);
 int RunIngestBench(const Invocation& invocation);
 int RunPoliciesBench(const Invocation& invocation);
-// `args`: two files.
+// REQUIRES: `args` names two report files.
 int RunCompare(const Invocation& invocation);
 
-// Reads the flags; the exit status if there is nothing more to do (--help, or an error, which is
-// printed).
+// Reads the flags. Returns the exit status if there is nothing more to do: after --help, or after
+// an error, which it has printed.
 std::optional<int> ReadFlags(Flags& flags, const Invocation& invocation);
 
 // Prints the error and returns 1.
 int Fail(const absl::Status& status);
-// Prints what is wrong with the command line and returns 2.
+// Prints the problem with the command line and returns 2.
 int Usage(const std::string& what);
 
-// The table goes to standard output unless the JSON does.
+// Where a subcommand's output goes: the table goes to standard output unless the JSON goes there.
 class Output {
  public:
   explicit Output(std::string json_file) : json_file_(std::move(json_file)) {}
   bool table() const { return json_file_ != "-"; }
   void Print(const std::string& text) const;
-  // The last step of a subcommand; returns its exit status.
+  // Writes the report and returns the exit status of the subcommand. Called last.
   int Finish(const Report& report) const;
 
  private:
-  const std::string json_file_;  // empty: none
+  const std::string json_file_;  // Empty: no JSON is written.
 };
 
 Report NewReport(const std::string& subcommand, const Invocation& invocation);
 
-}  // namespace sluice
+}  // namespace sluice::bench

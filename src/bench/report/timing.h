@@ -1,4 +1,4 @@
-// Timing, memory and a spinning crew of threads for the benches.
+// Timing, huge-page memory and a crew of spinning threads for the benches.
 #pragma once
 
 #include <atomic>
@@ -9,9 +9,9 @@
 #include <thread>
 #include <vector>
 
-namespace sluice {
+namespace sluice::bench {
 
-// Zeroed memory on huge pages where the system has them; 2 MiB aligned.
+// Zeroed memory, aligned to 2 MiB, on huge pages where the system has them.
 class HugeBuffer {
  public:
   explicit HugeBuffer(size_t bytes);
@@ -30,14 +30,14 @@ class HugeBuffer {
   void* data_;
 };
 
-// `count` threads, the caller among them, that run one job at a time and spin in between: what the
-// kernels cost, without what waking threads costs.
+// A crew of `count` threads, including the caller, that run one job at a time and spin between
+// jobs. It measures the cost of kernels without the cost of waking threads.
 class Crew {
  public:
   explicit Crew(int count);
   ~Crew();
   int count() const { return count_; }
-  // Calls job(index) for every index in [0, count()), and returns when all are done.
+  // Calls job(index) for every index in [0, count()) and returns when all calls have returned.
   void Run(const std::function<void(int)>& job);
 
  private:
@@ -51,7 +51,7 @@ class Crew {
   std::vector<std::thread> threads_;
 };
 
-// Seconds of one call.
+// Seconds that one call takes.
 struct Timing {
   double median = 0;
   double low = 0;   // 10th percentile
@@ -59,15 +59,16 @@ struct Timing {
   int samples = 0;
 };
 
-// Of values that were measured, which are seconds unless the caller says otherwise. REQUIRES: some.
+// Returns the median and percentiles of measured values, which are seconds unless the caller says
+// otherwise. REQUIRES: `values` is not empty.
 Timing TimingOf(std::vector<double> values);
 
-// Times `call` for about `seconds`, at least 5 times, after one call that does not count. Calls
+// Times `call` for about `seconds` and at least 5 times, after one call that does not count. Calls
 // shorter than 50 us are timed in batches.
 Timing Measure(double seconds, const std::function<void()>& call);
 
-// Seconds in which the crew reads the first `bytes` bytes of `buffer` once, each thread its own
-// part.
+// Returns the seconds in which the crew reads the first `bytes` bytes of `buffer` once; each thread
+// reads its own part.
 Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, size_t bytes, double seconds);
 
-}  // namespace sluice
+}  // namespace sluice::bench

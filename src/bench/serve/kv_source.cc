@@ -17,7 +17,7 @@
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/proto_conversion.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 absl::StatusOr<std::vector<CacheKind>> KindsOf(const v1::ModelInfo& model) {
@@ -29,7 +29,7 @@ absl::StatusOr<std::vector<CacheKind>> KindsOf(const v1::ModelInfo& model) {
   return kinds;
 }
 
-// Where the chunks of a prompt lie, and their messages' common part.
+// Plans the chunks of a prompt and fills in the common part of their messages.
 class ChunkedKv : public KvSource {
  public:
   ChunkedKv(const v1::ModelInfo& model, std::vector<CacheKind> kinds)
@@ -73,7 +73,7 @@ class ChunkedKv : public KvSource {
     size_t kind;
     ChunkPlan chunk;
   };
-  // A message with the chunk's payload and checksum.
+  // Returns a message with the chunk's payload and checksum.
   virtual v1::WriteRequest& Fill(uint32_t layer, size_t kind, const ChunkPlan& chunk) = 0;
 
   const uint32_t layers_;
@@ -115,8 +115,8 @@ class RandomKv : public ChunkedKv {
       while (out.size() < chunk.bytes) AppendValues(of.element_type, 1, random, &out);
       return out;
     }
-    // Block by block, as the kind's parts lie there: entries one after the other; or the values of
-    // all index keys, then their scales.
+    // Fills block by block, in the order of the kind's parts: entries one after the other; or the
+    // values of all index keys, then their scales.
     const auto block = static_cast<uint32_t>(of.block_tokens);
     for (uint32_t first = chunk.token_begin; first < chunk.token_end; first += block) {
       const uint32_t tokens = std::min(block, chunk.token_end - first);
@@ -126,7 +126,7 @@ class RandomKv : public ChunkedKv {
     }
     return out;
   }
-  // One token's part of a packed cache.
+  // Appends one token's part of a packed cache.
   static void AppendPacked(int64_t bytes, SplitMix64& random, std::string* out) {
     if (bytes == kernels::kPackedEntryBytes) {
       AppendValues(DType::kFloat8E4M3, kernels::kPackedRank, random, out);
@@ -143,7 +143,7 @@ class RandomKv : public ChunkedKv {
   static void AppendScale(std::string* out) {
     out->append(reinterpret_cast<const char*>(&kScale), sizeof(kScale));
   }
-  // The sum of four uniform values, scaled to a variance of 1, is normal enough for a cache.
+  // Appends sums of four uniform values, scaled to a variance of 1: normal enough for a cache.
   static void AppendValues(DType type, int count, SplitMix64& random, std::string* out) {
     for (int v = 0; v < count; ++v) {
       const uint64_t bits = random();
@@ -161,7 +161,7 @@ class RandomKv : public ChunkedKv {
     }
   }
 
-  // Of packed values, none of which is above 3.5.
+  // The scale of packed values, none of which is above 3.5.
   static constexpr float kScale = 3.5f / kernels::kE4M3Max;
 
   const uint32_t vocab_;
@@ -181,7 +181,8 @@ class RecordedKv : public ChunkedKv {
     const CacheKind& kv = kind(0);
     if (kv.element_type != DType::kBFloat16 || kv.part_bytes.size() != 2) {
       return absl::FailedPreconditionError(
-          "recorded caches are bf16 keys and values, but the node keeps others: use random ones");
+          "recorded caches are bf16 keys and values, but the node keeps other kinds: use --kv "
+          "random");
     }
     const std::vector<int64_t> shape = {static_cast<int64_t>(prompt_.size()), model.kv_heads(),
                                         model.head_dim()};
@@ -218,7 +219,8 @@ class RecordedKv : public ChunkedKv {
   // For each block and head: the keys of its tokens, then the values.
   v1::WriteRequest& Fill(uint32_t layer, size_t index, const ChunkPlan& chunk) override {
     const CacheKind& kv = kind(index);
-    const auto row = static_cast<size_t>(kv.bytes_per_token) / 2;  // of one head, keys or values
+    // Elements of one head's keys or values.
+    const auto row = static_cast<size_t>(kv.bytes_per_token) / 2;
     const auto block = static_cast<uint32_t>(kv.block_tokens);
     std::string payload;
     payload.reserve(chunk.bytes);
@@ -262,4 +264,4 @@ absl::StatusOr<std::unique_ptr<KvSource>> NewRecordedKv(const v1::ModelInfo& mod
   return kv;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

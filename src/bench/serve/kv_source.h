@@ -1,4 +1,5 @@
-// Caches to push: random ones of a model's layout, or recorded ones from a safetensors file.
+// Makes the caches that are pushed: random ones in a model's layout, or recorded ones from a
+// safetensors file.
 #pragma once
 
 #include <cstdint>
@@ -11,28 +12,32 @@
 #include "sluice/v1/ingest.pb.h"
 #include "src/kv/cache_layout.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class KvSource {
  public:
   virtual ~KvSource() = default;
-  // The prompt of request number `index` where its length may be chosen: recorded ones have theirs.
+  // Returns the prompt of a request. Recorded caches have their own prompt and ignore both
+  // arguments.
   virtual std::vector<int32_t> Prompt(uint64_t seed, int64_t tokens) const = 0;
-  // Output tokens that are known to follow it greedily; empty: not known.
+  // Returns the output tokens that are known to follow the prompt greedily; empty if unknown.
   virtual const std::vector<int32_t>& Known() const = 0;
-  // Chunks of all layers and kinds that cover a prompt of `tokens` tokens.
+  // Returns the number of chunks of all layers and kinds that cover a prompt of `tokens` tokens.
   virtual absl::StatusOr<size_t> ChunkCount(int64_t tokens, uint64_t max_chunk_bytes) = 0;
-  // Chunk number `index` of them, its transfer id left to the caller. Valid until the next call.
+  // Returns chunk number `index` of them; the caller sets its transfer id. Valid until the next
+  // call.
   virtual v1::WriteRequest& Chunk(int64_t tokens, uint64_t max_chunk_bytes, size_t index) = 0;
 };
 
-// Values of a normal distribution in the layout's element types. The bytes of one chunk's size are
-// the same for every layer and request: nothing in a decode node depends on them but the tokens.
+// Makes caches of normally distributed values in the layout's element types. The bytes of one chunk
+// size are the same for every layer and request: the work of a decode node does not depend on them,
+// except for the tokens that it produces.
 absl::StatusOr<std::unique_ptr<KvSource>> NewRandomKv(const v1::ModelInfo& model);
 
-// Case number `number` of a file as tests/fixtures has them: case0.prompt, case0.k.LAYER and
-// case0.v.LAYER [tokens][heads][head_dim], case0.tokens. The error names the file and the tensor.
+// Makes caches from case number `number` of a file like those in tests/fixtures: case0.prompt,
+// case0.k.LAYER and case0.v.LAYER [tokens][heads][head_dim], case0.tokens. Errors name the file and
+// the tensor.
 absl::StatusOr<std::unique_ptr<KvSource>> NewRecordedKv(const v1::ModelInfo& model,
                                                         const std::string& path, int number);
 
-}  // namespace sluice
+}  // namespace sluice::bench

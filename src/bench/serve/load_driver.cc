@@ -17,16 +17,16 @@
 #include "src/base/status_macros.h"
 #include "src/service/wire/status_mapping.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-// A refusal without RetryInfo is asked again after this.
+// A request refused without RetryInfo is retried after this time.
 constexpr double kRetrySeconds = 0.5;
 constexpr double kProgressSeconds = 0.2;
 
 std::shared_ptr<grpc::Channel> Connect(const std::string& address) {
   grpc::ChannelArguments arguments;
-  // A connection of its own for each channel.
+  // Each channel has its own connection.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
 }
@@ -40,7 +40,7 @@ struct Stubs {
   std::unique_ptr<v1::Decode::Stub> decode;
 };
 
-// What all requests of a run share.
+// The state that all requests of a run share.
 struct Shared {
   const LoadOptions* options = nullptr;
   KvSource* kv = nullptr;
@@ -58,8 +58,8 @@ struct Shared {
   }
 };
 
-// One request. It always has exactly one operation under way, or waits to be asked again; the
-// driver's thread calls Proceed for the end of each.
+// One request. It always has exactly one operation in flight, or waits for a retry. The driver's
+// thread calls Proceed at the end of each operation.
 class Call {
  public:
   Call(Shared* shared, Stubs* stubs, size_t index, const PlannedRequest& plan, bool retry,
@@ -80,7 +80,7 @@ class Call {
   double retry_at() const { return retry_at_; }
 
   enum class Next { kWait, kRetry, kEnded };
-  // From the start, or where it was refused.
+  // Begins the request, or repeats the refused call.
   Next Begin() { return transfer_id_.empty() ? Reserve() : Generate(); }
 
   Next Proceed(bool ok) {
@@ -125,7 +125,8 @@ class Call {
     kAbort
   };
 
-  // A context serves one call, whose object lives in the memory of that call and goes before it.
+  // Returns a new context. A context serves one call; the call's object lies in the call's memory
+  // and must be destroyed before the context.
   grpc::ClientContext* NewContext() {
     reserve_.reset();
     writer_.reset();
@@ -176,7 +177,7 @@ class Call {
         shared_->kv->Chunk(record.prompt_tokens, reserved_.max_chunk_bytes(), chunk_++);
     chunk.mutable_header()->set_transfer_id(transfer_id_);
     shared_->bytes_pushed += chunk.payload().size();
-    writer_->Write(chunk, this);  // serialised before it returns
+    writer_->Write(chunk, this);  // The message is serialised before this returns.
     return Next::kWait;
   }
 
@@ -269,7 +270,7 @@ class Call {
       return Next::kRetry;
     }
     if (transfer_id_.empty()) return End(RequestRecord::Outcome::kRefused);
-    // Nobody will come for its caches any more.
+    // Nobody will use its caches any more.
     state_ = State::kAbort;
     v1::AbortRequest request;
     request.set_transfer_id(transfer_id_);
@@ -319,7 +320,7 @@ class Call {
   v1::CommitResponse committed_;
   v1::AbortResponse aborted_;
   v1::GenerateResponse message_;
-  std::unique_ptr<grpc::ClientContext> context_;  // goes after the next five: see NewContext
+  std::unique_ptr<grpc::ClientContext> context_;  // Destroyed after the next five: see NewContext.
   std::unique_ptr<grpc::ClientAsyncResponseReader<v1::ReserveResponse>> reserve_;
   std::unique_ptr<grpc::ClientAsyncWriter<v1::WriteRequest>> writer_;
   std::unique_ptr<grpc::ClientAsyncResponseReader<v1::CommitResponse>> commit_;
@@ -386,7 +387,8 @@ class LoadDriver {
     result_.phases.back().end = shared_.Now();
   }
 
-  // Whatever was done while the phase lasted, also of those before.
+  // Returns the requests per second that finished during the phase, including those of earlier
+  // phases.
   double FinishedPerSecond(size_t phase) const {
     const LoadResult::PhaseTimes& times = result_.phases[phase];
     double finished = 0;
@@ -429,7 +431,8 @@ class LoadDriver {
     running_.erase(call);
   }
 
-  // Takes what is there, or waits for it until `until`, a retry, or the next progress line.
+  // Handles one completed operation. Waits for it until `until`, the next retry or the next
+  // progress line.
   void Turn(double until) {
     const double now = shared_.Now();
     if (now >= next_progress_) Progress(now);
@@ -455,7 +458,7 @@ class LoadDriver {
     progress_now_.seconds = now;
     progress_now_.phase = options_.phases[number_].name;
     progress_now_.running = running_.size();
-    constexpr size_t kBuckets = 10;  // the last second
+    constexpr size_t kBuckets = 10;  // The last second.
     const size_t size = shared_.tokens.size();
     double sum = 0;
     for (size_t i = size - std::min(size, kBuckets); i < size; ++i) sum += shared_.tokens[i];
@@ -470,7 +473,7 @@ class LoadDriver {
   std::map<Call*, std::unique_ptr<Call>> running_;
   using Retry = std::pair<double, Call*>;
   std::priority_queue<Retry, std::vector<Retry>, std::greater<>> retries_;
-  size_t number_ = 0;  // of the phase
+  size_t number_ = 0;  // Number of the phase.
   double next_progress_ = 0;
   LoadProgress progress_now_;
   LoadResult result_;
@@ -496,4 +499,4 @@ LoadResult RunLoad(const LoadOptions& options, const v1::ModelInfo& model, KvSou
   return LoadDriver(options, model, kv, progress).Run();
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,6 +1,6 @@
 // The client side of `sluice-bench serve`: one thread and one completion queue drive every request
-// through Reserve, Write, Commit and Generate, several hundred at once. What it notes of a request
-// is plain data; serve_stats.h makes figures of it.
+// through Reserve, Write, Commit and Generate, several hundred at once. The records of requests are
+// plain data, from which serve_stats.h computes figures.
 #pragma once
 
 #include <cstdint>
@@ -15,47 +15,48 @@
 #include "src/bench/serve/kv_source.h"
 #include "src/bench/serve/workload.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// Times are seconds since the run began; 0: it did not come to that.
+// Times are seconds since the run began; 0 means that the request did not get so far.
 struct RequestRecord {
   size_t phase = 0;
   int64_t prompt_tokens = 0;
   int64_t output_wanted = 0, output_tokens = 0;
-  double due = 0;        // when it was to come; everything is counted from here
-  double reserved = 0;   // the reservation that was not refused
-  double committed = 0;  // its caches are there
+  double due = 0;        // When the request was due; all latencies count from here.
+  double reserved = 0;   // When a reservation was accepted.
+  double committed = 0;  // When its caches were complete.
   double first_token = 0, last_token = 0;
   double end = 0;
-  std::vector<float> gaps;      // between messages that carry tokens
-  std::vector<float> gap_ends;  // when each was over
+  std::vector<float> gaps;      // Times between messages that carry tokens.
+  std::vector<float> gap_ends;  // The end of each gap.
   uint32_t refusals = 0;
   uint32_t refusals_without_retry_info = 0;
-  double longest_retry_delay = 0;  // that a refusal named
+  double longest_retry_delay = 0;  // Longest delay that a refusal named.
   enum class Outcome { kRunning, kDone, kRefused, kFailed } outcome = Outcome::kRunning;
-  std::string error;  // of a request that was refused or failed: "RESOURCE_EXHAUSTED DRAM_FULL"
+  // Error of a refused or failed request, such as "RESOURCE_EXHAUSTED DRAM_FULL".
+  std::string error;
   std::string message;
 };
 
 struct LoadOptions {
   std::string address;
-  int channels = 2;  // connections
+  int channels = 2;  // Connections.
   Lengths prompt, output;
   double temperature = 0;
-  double timeout_seconds = 300;  // of one call
+  double timeout_seconds = 300;  // Deadline of one call.
   uint64_t seed = 1;
   std::vector<Phase> phases;
 };
 
 struct LoadResult {
-  std::vector<RequestRecord> requests;  // in order of arrival
+  std::vector<RequestRecord> requests;  // In order of arrival.
   struct PhaseTimes {
     double begin = 0;
-    double end = 0;   // no request came later
-    double rate = 0;  // open loop: requests/s that it was
+    double end = 0;   // No request came later.
+    double rate = 0;  // Open loop: the resulting requests/s.
   };
   std::vector<PhaseTimes> phases;
-  double end = 0;  // the last request's
+  double end = 0;  // End of the last request.
   // Tokens received in each kBucketSeconds since the run began.
   static constexpr double kBucketSeconds = 0.1;
   std::vector<uint32_t> tokens;
@@ -63,7 +64,7 @@ struct LoadResult {
   double client_cpu_seconds = 0;
 };
 
-// For a progress line, some times a second.
+// The content of a progress line, updated a few times per second.
 struct LoadProgress {
   double seconds = 0;
   std::string phase;
@@ -71,11 +72,11 @@ struct LoadProgress {
   double tokens_per_second = 0;
 };
 
-// What answers there. UNAVAILABLE names the address and what to do.
+// Returns the model of the node at `address`. UNAVAILABLE names the address and the remedy.
 absl::StatusOr<v1::GetModelResponse> AskModel(const std::string& address);
 
-// Blocks until the last request has ended.
+// Runs the load. Blocks until the last request has ended.
 LoadResult RunLoad(const LoadOptions& options, const v1::ModelInfo& model, KvSource& kv,
                    const std::function<void(const LoadProgress&)>& progress);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,4 +1,4 @@
-// sluice-bench serve: load on a running decode node, and how it bears it.
+// sluice-bench serve: puts load on a running decode node and measures how the node bears it.
 #include <unistd.h>
 
 #include <cstdio>
@@ -11,19 +11,19 @@
 #include "src/bench/serve/load_driver.h"
 #include "src/bench/serve/serve_stats.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
     R"(Sends requests to a running sluice-server: each pushes its caches, random or recorded, so that no
 prefill is needed, commits them and streams its tokens. Requests come at a rate (open loop: whatever becomes
-of the others) or so many at a time (closed loop). Greedy unless --temperature says otherwise; the model's
-end-of-text does not end an output, so that the counts are exact.
+of the others) or so many run at a time (closed loop). Sampling is greedy unless --temperature is set. The
+model's end-of-text token does not end an output, so that the counts are exact.
 
-Times count from when a request was due: a client or node that lags does not hide it. Gaps are those between
-messages that carry tokens. A request is good if it is done, its first token came within --slo-ttft, and the
-99th percentile of its gaps is within --slo-itl. The exit status is 1 if a request failed or a count is wrong;
-refusals (RESOURCE_EXHAUSTED) are figures, not failures.
+Times count from the moment when a request was due, so a client or node that lags cannot hide it. Gaps are the
+times between messages that carry tokens. A request is good if it is done, its first token came within
+--slo-ttft, and the 99th percentile of its gaps is within --slo-itl. The exit status is 1 if a request failed
+or a count is wrong; refusals (RESOURCE_EXHAUSTED) are figures, not failures.
 
 With --phase, several stretches of load follow each other without a pause, each with its own figures:
   name=NAME, then rate=R (requests/s; 4x: 4 times what the phase before finished) or concurrency=N,
@@ -47,7 +47,7 @@ struct Options {
   std::string on_refusal = "retry", kv = "random", json;
 };
 
-// The line is rewritten in place, and only where somebody looks at it.
+// Rewrites the line in place; called only if standard error is a terminal.
 void ShowProgress(const LoadProgress& p) {
   std::fprintf(
       stderr, "\r%6.1f s  %-10s %5zu running %7zu done %6zu refused %5zu failed %9.1f tokens/s ",
@@ -55,7 +55,7 @@ void ShowProgress(const LoadProgress& p) {
   std::fflush(stderr);
 }
 
-// The phases that the flags mean; fills what they leave open.
+// Makes the phases that the flags describe, and fills in defaults.
 absl::Status MakePhases(Options& o) {
   if (o.load.phases.empty()) {
     Phase phase;
@@ -71,7 +71,8 @@ absl::Status MakePhases(Options& o) {
     o.load.phases.push_back(phase);
   } else if (o.requests > 0 || o.seconds > 0 || o.rate > 0 || o.concurrency > 0) {
     return absl::InvalidArgumentError(
-        "--phase says it all: leave out --requests, --seconds, --rate and --concurrency");
+        "--phase describes the whole load: leave out --requests, --seconds, --rate and "
+        "--concurrency");
   }
   if (o.warmup > 0) {
     Phase phase;
@@ -82,7 +83,7 @@ absl::Status MakePhases(Options& o) {
   }
   if (o.load.phases[0].rate_is_factor) {
     return absl::InvalidArgumentError(
-        "the first phase has none before it: its rate is a number of requests/s");
+        "the first phase has no phase before it: its rate must be a number of requests/s");
   }
   return absl::OkStatus();
 }
@@ -150,10 +151,11 @@ int RunServeBench(const Invocation& invocation) {
   o.load.address = "127.0.0.1:7000";
   Flags flags("sluice-bench serve", kAbout, kExamples);
   flags.Text("decode", "ADDR", "host:port of the node", &o.load.address);
-  flags.Integer("requests", "how many; without this and --seconds: 64", 0, 100'000'000,
+  flags.Integer("requests", "number of requests; without this and --seconds: 64", 0, 100'000'000,
                 &o.requests);
-  flags.Seconds("seconds", "how long requests come; what runs then is finished", 86400, &o.seconds);
-  flags.Number("rate", "requests/s, at random (Poisson)", 0, 1e6, &o.rate);
+  flags.Seconds("seconds", "time in which requests come; those running at its end are finished",
+                86400, &o.seconds);
+  flags.Number("rate", "requests/s, at random times (Poisson)", 0, 1e6, &o.rate);
   flags.Integer("concurrency", "requests at a time; without this and --rate: 8", 0, 100'000,
                 &o.concurrency);
   flags.Repeated("phase", "KEY=VALUE,...", "a stretch of load (see above); may be repeated",
@@ -161,20 +163,21 @@ int RunServeBench(const Invocation& invocation) {
                    SLUICE_ASSIGN_OR_RETURN(Phase phase, Phase::Parse(text));
                    for (const Phase& other : o.load.phases) {
                      if (other.name == phase.name) {
-                       return absl::InvalidArgumentError("'" + phase.name + "' is there already");
+                       return absl::InvalidArgumentError("'" + phase.name + "' is already used");
                      }
                    }
                    o.load.phases.push_back(std::move(phase));
                    return absl::OkStatus();
                  });
-  flags.Integer("warmup", "requests before, which do not count", 0, 100'000, &o.warmup);
+  flags.Integer("warmup", "requests before the load, which do not count", 0, 100'000, &o.warmup);
   flags.Text("prompt", "LENGTH", "tokens: N, or lognormal:MEDIAN:SIGMA", &o.prompt);
-  flags.Text("output", "LENGTH", "the same (default 128, or as many as are recorded)", &o.output);
+  flags.Text("output", "LENGTH", "tokens, like --prompt (default 128, or as many as are recorded)",
+             &o.output);
   flags.Text("kv", "random|FILE", "caches to push: random, or recorded (safetensors)", &o.kv);
-  flags.Integer("case", "which of a recorded file's prompts", 0, 1'000'000, &o.kv_case);
-  flags.Number("temperature", "0: greedy", 0, 100, &o.load.temperature);
+  flags.Integer("case", "number of the prompt in a recorded file", 0, 1'000'000, &o.kv_case);
+  flags.Number("temperature", "temperature; 0: greedy", 0, 100, &o.load.temperature);
   flags.Choice("on-refusal", {"retry", "count"},
-               "retry: after the time that RetryInfo names; count: the request is over",
+               "retry: repeat after the time that RetryInfo names; count: end the request",
                &o.on_refusal);
   flags.Seconds("slo-ttft", "bound on the time to first token for goodput; 0: none", 3600,
                 &o.bounds.ttft_seconds);
@@ -182,8 +185,9 @@ int RunServeBench(const Invocation& invocation) {
                 &o.bounds.itl_seconds);
   flags.Seconds("timeout", "deadline of every call", 86400, &o.load.timeout_seconds);
   flags.Integer("channels", "connections", 1, 64, &o.channels);
-  flags.Integer("seed", "of lengths, arrivals and tokens; phase by phase", 0, INT64_MAX, &o.seed);
-  flags.File("json", "write the report as JSON, without FILE to standard output", &o.json);
+  flags.Integer("seed", "seed of lengths, arrivals and tokens in each phase", 0, INT64_MAX,
+                &o.seed);
+  flags.File("json", "write the report as JSON; without FILE, to standard output", &o.json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
   const absl::StatusOr<Lengths> prompt = Lengths::Parse(o.prompt);
   if (!prompt.ok()) return Usage(absl::StrCat("--prompt ", prompt.status().message()));
@@ -199,4 +203,4 @@ int RunServeBench(const Invocation& invocation) {
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -6,14 +6,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Outcome = RequestRecord::Outcome;
 
 constexpr double kBucket = LoadResult::kBucketSeconds;
 
-// Tokens/s of slices of [begin, end): of seconds where there are some, else of tenths.
+// Returns tokens/s of slices of [begin, end): of seconds if there are enough, otherwise of tenths.
 Percentiles TokenRates(const LoadResult& result, double begin, double end) {
   const size_t slice = end - begin >= 5 ? static_cast<size_t>(std::lround(1 / kBucket)) : 1;
   std::vector<double> rates;
@@ -115,7 +115,7 @@ PhaseStats StatsOf(const LoadResult& result, const Phase& phase, size_t number,
       if (r.output_tokens > 1) {
         tpot.push_back((r.last_token - r.first_token) / static_cast<double>(r.output_tokens - 1));
       }
-      // A counted phase lasts until its own have ended: there is nothing behind them.
+      // A phase with a number of requests lasts until they have ended: no load follows them.
       if (phase.requests > 0) end = std::max(end, r.end);
       continue;
     }
@@ -202,11 +202,11 @@ std::string TableOf(const PhaseStats& s, const ServiceLevel& bounds) {
   std::string out =
       absl::StrFormat("\n%s: %.1f s, %d requests came, %d done, %d refused, %d failed\n", s.name,
                       s.seconds, s.came, s.done, s.refused, s.failed);
-  absl::StrAppendFormat(&out,
-                        "  %.1f tokens/s (of its slices 10th-90th %.1f-%.1f), %.2f requests/s\n",
-                        s.tokens_per_second, s.slices.p10, s.slices.p90, s.requests_per_second);
+  absl::StrAppendFormat(
+      &out, "  %.1f tokens/s (10th-90th percentile of its slices %.1f-%.1f), %.2f requests/s\n",
+      s.tokens_per_second, s.slices.p10, s.slices.p90, s.requests_per_second);
   if (bounds.ttft_seconds > 0 || bounds.itl_seconds > 0) {
-    absl::StrAppendFormat(&out, "  goodput %.2f requests/s, %.1f %% of those that came\n",
+    absl::StrAppendFormat(&out, "  goodput %.2f requests/s, %.1f %% of the requests that came\n",
                           s.good_per_second, 100 * s.good_share);
   }
   if (s.refusals > 0) {
@@ -225,4 +225,4 @@ std::string TableOf(const PhaseStats& s, const ServiceLevel& bounds) {
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -10,12 +10,12 @@
 #include "src/base/status_macros.h"
 #include "src/config/units.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int64_t kMostTokens = 1 << 24;
 
-// Box and Muller; one of the two values is enough here.
+// Draws by Box and Muller; one of the two values is enough here.
 double Normal(SplitMix64& random) {
   const double u = 1 - random.Uniform();  // (0, 1]
   return std::sqrt(-2 * std::log(u)) * std::cos(2 * M_PI * random.Uniform());
@@ -134,4 +134,4 @@ PlannedRequest Arrivals::Next() {
   return request;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

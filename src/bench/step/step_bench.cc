@@ -1,13 +1,13 @@
-// sluice-bench step: decode steps of a whole model beside the floor that memory sets, and a prefill
-// beside the rate of its matrix products.
+// sluice-bench step: times decode steps of a whole model beside the floor that memory sets, and a
+// prefill beside the rate of its matrix products.
 //
-// Floor of a step: the weights once and every sequence's cache once, over the rate at which the
-// device reads that many bytes again and again (on the CPU as many threads do), measured between
-// the steps. So what the CPU's L3 keeps of the weights from one step to the next it keeps for the
-// floor too; on a GPU nothing is kept. Beside it stands the floor over 512 MiB, of which an L3
-// keeps little. Nobody computes the contexts: their caches hold random values (random_caches.h).
-// The steps are launched as the engine launches them, one ahead of the results. Then the engine
-// itself runs the same batch, handed over by transfers: the host's share of a step is what is not
+// The floor of a step is the weights once and every sequence's cache once, over the rate at which
+// the device reads that many bytes again and again (on the CPU as many threads do), measured
+// between the steps. So the weights that the CPU's L3 keeps from one step to the next are also kept
+// for the floor; on a GPU nothing is kept. Beside it stands the floor over 512 MiB, of which an L3
+// keeps little. Contexts are not computed: their caches hold random values (random_caches.h). Steps
+// are launched as the engine launches them, one ahead of the results. Then the engine itself runs
+// the same batch, handed over by transfers: the host's share of a step is the part that is not
 // kernels by the device's own clock.
 #include <algorithm>
 #include <memory>
@@ -34,16 +34,17 @@
 #include "src/model/model.h"
 #include "src/model/model_config.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
     R"(Times decode steps of a model without gRPC, for every batch and context, and a prefill.
 
-Columns: median time of a step and its 10th-90th percentiles, tokens/s, the floor (weights and caches once,
-at the rate at which the device reads as many bytes over and over), the share of it that is reached, and the
-same against a rate over 512 MiB, of which a CPU's L3 keeps little: that one can be above 100 %. Then a step
-of the real engine over the same batch, and the host's share of it: all that is not kernels.
+The columns are the median time of a step and its 10th-90th percentiles, tokens/s, the floor (weights and
+caches once, at the rate at which the device reads as many bytes over and over), the share of the floor that
+is reached, and the same against a rate over 512 MiB, of which a CPU's L3 keeps little: that share can exceed
+100 %. The last columns are a step of the real engine over the same batch, and the host's share of it: the
+part that is not kernels.
 )";
 constexpr char kExamples[] =
     R"(  sluice-bench step --model models/smollm2-135m-instruct --batches 1 --contexts 64,2048
@@ -53,7 +54,7 @@ constexpr char kExamples[] =
 )";
 
 constexpr size_t kColdBytes = size_t{512} << 20;
-constexpr int kRounds = 4;  // of probe and steps, in turn
+constexpr int kRounds = 4;  // Rounds of a probe and steps, in turn.
 constexpr double kProbeSeconds = 0.15;
 constexpr int64_t kTraceSteps = 8;
 
@@ -139,7 +140,8 @@ class StepBench {
 
   bool random_context() const { return options_.context_fill == "random"; }
 
-  // Bytes of weights that a step reads: all but an embedding that is not also the head.
+  // Returns the bytes of weights that a step reads: all except an embedding that is not also the
+  // head.
   int64_t weight_bytes() const {
     const ModelConfig& c = model_->config();
     const int64_t table = c.tie_word_embeddings ? 0 : int64_t{c.vocab_size} * c.hidden_size * 2;
@@ -166,7 +168,8 @@ class StepBench {
     return absl::OkStatus();
   }
 
-  // Launches `steps` steps as the engine does; the times between their ends go to `seconds`.
+  // Launches `steps` steps as the engine does, and appends the times between their ends to
+  // `seconds`.
   void Steps(StepPlan& plan, int64_t steps, std::vector<double>* seconds) {
     absl::Time last = absl::Now();
     for (int64_t step = 0; step < steps + kWarmUp; ++step) {
@@ -186,7 +189,8 @@ class StepBench {
             static_cast<int>(std::max<int64_t>(options_.steps / kRounds, 1)), random_context()};
   }
 
-  // Adds what the engine makes of the same steps to the figure; returns the end of its line.
+  // Adds the engine's measurements of the same steps to the figure, and returns the end of its
+  // line.
   absl::StatusOr<std::string> RunTheEngine(int batch, int context, Figure* figure) {
     SLUICE_ASSIGN_OR_RETURN(const std::vector<EngineWindow> windows,
                             RunEngine(EngineOptions(batch, context), max_batch_, device_,
@@ -248,7 +252,7 @@ class StepBench {
     return absl::OkStatus();
   }
 
-  // The same batch once more in the engine, watched.
+  // Runs the same batch once more in the engine, under a trace.
   absl::Status Trace(int batch, int context) {
     EngineRunOptions run = EngineOptions(batch, context);
     run.windows = 1;
@@ -262,8 +266,8 @@ class StepBench {
     return absl::OkStatus();
   }
 
-  // Multiplications and additions of the products and of causal attention alone: nearly all there
-  // are. The time is that of everything.
+  // Returns the multiplications and additions of the products and of causal attention alone, which
+  // are nearly all there are. The measured time includes everything.
   double PrefillFlops(int64_t tokens) const {
     const ModelConfig& c = model_->config();
     const double width = double(c.heads + 2 * c.kv_heads) * c.head_dim;
@@ -273,7 +277,8 @@ class StepBench {
     return c.layers * (2 * layer * double(tokens) + 4 * pairs * c.heads * c.head_dim);
   }
 
-  // Rates of the CPU's products at a prefill's shapes, alone; none on another device.
+  // Measures the rates of the CPU's products alone at a prefill's shapes. Does nothing on other
+  // devices.
   void MeasureProducts(TimedOperator* layer, std::vector<double>* rates) const {
     if (layer == nullptr) return;
     Crew crew(threads_);
@@ -322,7 +327,7 @@ class StepBench {
       f.more.emplace_back("products_flops_per_second", product_rate);
       f.more.emplace_back("of_products_rate", rate / product_rate);
       out_.Print(absl::StrFormat(
-          ": %.0f %% of the\n%.0f GFLOP/s that its products reach alone, at those shapes",
+          ": %.0f %% of the\n%.0f GFLOP/s that its products reach alone at the same shapes",
           100 * rate / product_rate, product_rate * 1e-9));
     }
     out_.Print("\n");
@@ -336,7 +341,7 @@ class StepBench {
   Report report_;
   int max_batch_ = 0, max_context_ = 0;
   std::unique_ptr<BenchDevice> bench_device_;
-  Device* device_ = nullptr;  // its
+  Device* device_ = nullptr;  // Owned by bench_device_.
   std::unique_ptr<Model> model_;
   std::unique_ptr<PagePool> pool_;
   std::unique_ptr<FullPolicy> policy_;
@@ -350,26 +355,26 @@ class StepBench {
 int RunStepBench(const Invocation& invocation) {
   Options o;
   Flags flags("sluice-bench step", kAbout, kExamples);
-  flags.Choice("device", {"cpu", "cuda"}, "where the model runs", &o.device);
+  flags.Choice("device", {"cpu", "cuda"}, "device that the model runs on", &o.device);
   flags.Text("model", "DIR", "Hugging Face directory", &o.model);
-  flags.Switch("dummy", "weights by formula: config.json alone is read", &o.dummy);
-  flags.Text("kernels", "NAME", "CPU kernels, as sluice-server has them", &o.kernels);
-  flags.Integer("threads", "threads that compute; 0: as the server chooses", 0, 1024, &o.threads);
-  flags.Integers("batches", "sequences in a step", 1, 4096, &o.batches);
-  flags.Integers("contexts", "tokens that each has", 1, 1 << 20, &o.contexts);
+  flags.Switch("dummy", "use formula weights: only config.json is read", &o.dummy);
+  flags.Text("kernels", "NAME", "CPU kernels, as for sluice-server", &o.kernels);
+  flags.Integer("threads", "compute threads; 0: the server's choice", 0, 1024, &o.threads);
+  flags.Integers("batches", "numbers of sequences in a step", 1, 4096, &o.batches);
+  flags.Integers("contexts", "context lengths of the sequences", 1, 1 << 20, &o.contexts);
   flags.Choice("context-fill", {"random", "zeros"},
-               "what the caches of the contexts hold: no prefill computes them", &o.context_fill);
+               "content of the contexts' caches, which no prefill computes", &o.context_fill);
   flags.Integer("steps", "measured steps of each figure", 4, 1'000'000, &o.steps);
-  flags.Switch("no-engine", "leave out the engine", &o.no_engine);
+  flags.Switch("no-engine", "do not run the engine", &o.no_engine);
   flags.Integer("trace-steps",
                 "trace so many steps of the engine for each figure: kernels, copies, gaps, host", 0,
                 10'000, &o.trace_steps);
-  flags.Text("trace", "FILE", "write the traces for ui.perfetto.dev; of 8 steps unless told",
+  flags.Text("trace", "FILE",
+             "write the traces for ui.perfetto.dev; 8 steps unless --trace-steps is given",
              &o.trace);
-  flags.Integer("prefill", "tokens of the prompt that is computed; 0: none", 0, 1 << 20,
-                &o.prefill);
-  flags.Integer("chunk", "tokens of it in one step", 1, 65536, &o.chunk);
-  flags.File("json", "write the report as JSON, without FILE to standard output", &o.json);
+  flags.Integer("prefill", "tokens of a prompt to compute; 0: none", 0, 1 << 20, &o.prefill);
+  flags.Integer("chunk", "tokens of the prompt in one step", 1, 65536, &o.chunk);
+  flags.File("json", "write the report as JSON; without FILE, to standard output", &o.json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
   if (o.model.empty()) return Usage("--model is missing");
   if (!o.trace.empty() && o.trace_steps == 0) o.trace_steps = kTraceSteps;
@@ -383,4 +388,4 @@ int RunStepBench(const Invocation& invocation) {
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -9,13 +9,13 @@
 #include "src/base/trace_events.h"
 #include "src/bench/trace/trace_summary.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using nlohmann::json;
 
 constexpr absl::Duration kShownGap = absl::Microseconds(1);
-// Threads of a process: the engine's, then two lanes and the gaps of every stream.
+// A process has the engine's thread, and for every stream two lanes and its gaps.
 constexpr int kHostThread = 1;
 constexpr int kThreadsPerStream = 3;
 constexpr int kGapLane = 2;
@@ -34,14 +34,15 @@ class Writer {
     for (const HostPhase& phase : trace_.host) {
       Slice(kHostThread, phase.name, "host", phase.begin, phase.end);
     }
-    // When a lane's last slice ends.
+    // The end of each lane's last slice.
     std::map<int, absl::Time> busy_until;
     for (const TraceSlice& slice : trace_.device) {
       const int first = ThreadOf(slice.stream, 0);
       const auto it = busy_until.find(first);
       const bool overlaps = it != busy_until.end() && slice.begin < it->second;
       const int thread = ThreadOf(slice.stream, overlaps ? 1 : 0);
-      // A third one at a time is cut: two lanes show every kernel that starts under another's tail.
+      // A third kernel at the same time is cut: two lanes show every kernel that starts under
+      // another's tail.
       const auto lane = busy_until.try_emplace(thread, absl::InfinitePast()).first;
       const absl::Time begin = std::max(slice.begin, lane->second);
       const absl::Time end = std::max(slice.end, begin);
@@ -89,4 +90,4 @@ absl::Status WriteChromeTrace(const std::vector<StepTrace>& traces, const std::s
   return out ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cannot write ", path));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,7 +1,7 @@
-// Traces of steps as a file that chrome://tracing and ui.perfetto.dev open.
+// Writes traces of steps as a file that chrome://tracing and ui.perfetto.dev open.
 //
-// Each StepTrace is a process (src/base/trace_events.h), whose threads are the engine's thread, the
-// streams, and the gaps of those that compute.
+// Each StepTrace is a process (src/base/trace_events.h). Its threads are the engine's thread, the
+// streams, and the gaps of the streams that compute.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "src/bench/harness/step_trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Slices of one thread nest or follow each other: where kernels of a stream overlap, the later one
 // is put on a second thread of the stream.
@@ -20,4 +20,4 @@ nlohmann::json ChromeTrace(const std::vector<StepTrace>& traces);
 // UNAVAILABLE if the file cannot be written.
 absl::Status WriteChromeTrace(const std::vector<StepTrace>& traces, const std::string& path);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 
 #include "src/bench/report/timing.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr size_t kShownLayers = 3;
@@ -38,7 +38,8 @@ nlohmann::json LayerTimeline(const StepTrace& trace, int layers) {
     lengths.push_back(absl::ToDoubleSeconds((*anchors)[i] - (*anchors)[i - 1]));
   }
   const Timing length = TimingOf(lengths);
-  // Of all stretches of three the one of median length: not the one with a step's end in it.
+  // Shows the stretch of three layers with the median length, which does not contain the end of a
+  // step.
   std::vector<std::pair<absl::Duration, size_t>> stretches;
   for (size_t i = 0; i + kShownLayers < anchors->size(); ++i) {
     stretches.emplace_back((*anchors)[i + kShownLayers] - (*anchors)[i], i);
@@ -60,4 +61,4 @@ nlohmann::json LayerTimeline(const StepTrace& trace, int layers) {
           {"slices", std::move(slices)}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,16 +1,16 @@
-// A few layers of a step, slice by slice, from a trace: what ran beside what.
+// Shows a few layers of a step slice by slice, from a trace: which work ran beside which.
 #pragma once
 
 #include <nlohmann/json.hpp>
 
 #include "src/bench/harness/step_trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// {"anchor": the kernel that every layer begins with here, one a layer; "layer_seconds": {median,
-// p10, p90} from one to the next; "slices": of three layers that took as long as most [{stream,
-// name, kind, begin, end}], seconds from the first one's begin}. Null where no kernel runs once a
-// layer.
+// Returns {"anchor": the kernel with which every layer begins here, one per layer; "layer_seconds":
+// {median, p10, p90} from one to the next; "slices": [{stream, name, kind, begin, end}] of three
+// layers of median length, in seconds from the first one's begin}. Returns null if no kernel runs
+// once per layer.
 nlohmann::json LayerTimeline(const StepTrace& trace, int layers);
 
-}  // namespace sluice
+}  // namespace sluice::bench

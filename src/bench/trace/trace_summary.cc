@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr absl::Duration kLongGap = absl::Microseconds(5);
@@ -19,7 +19,7 @@ bool SameStep(const TraceSlice& a, const TraceSlice& b) {
   return a.kind == TraceSlice::Kind::kKernel && b.kind == TraceSlice::Kind::kKernel;
 }
 
-// Time while at least one of the intervals was there.
+// Returns the time covered by at least one of the intervals.
 absl::Duration Covered(std::vector<std::pair<absl::Time, absl::Time>> intervals) {
   std::sort(intervals.begin(), intervals.end());
   absl::Duration sum;
@@ -39,7 +39,7 @@ std::vector<TraceGap> FindGaps(const std::vector<TraceSlice>& device) {
     if (slice.kind == TraceSlice::Kind::kKernel) compute.insert(slice.stream);
   }
   std::vector<TraceGap> gaps;
-  const TraceSlice* last = nullptr;  // of this stream, the one that ended last
+  const TraceSlice* last = nullptr;  // The slice of this stream that ended last.
   for (const TraceSlice& slice : device) {
     if (compute.count(slice.stream) == 0) continue;
     if (last != nullptr && last->stream == slice.stream && slice.begin > last->end) {
@@ -59,7 +59,7 @@ TraceSummary Summarize(const StepTrace& trace) {
   std::map<std::string, TraceSummary::Kernel> kernels;
   std::vector<std::pair<absl::Time, absl::Time>> intervals;
   uint32_t stream = 0;
-  absl::Time busy_until = absl::InfinitePast();  // of that stream
+  absl::Time busy_until = absl::InfinitePast();  // Of `stream`.
   for (const TraceSlice& slice : trace.device) {
     if (slice.stream != stream) busy_until = absl::InfinitePast();
     stream = slice.stream;
@@ -149,4 +149,4 @@ nlohmann::json ToJson(const StepTrace& trace, const TraceSummary& s) {
           {"kernels", std::move(kernels)}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

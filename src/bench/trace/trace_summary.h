@@ -1,4 +1,4 @@
-// What a trace of steps comes to, in a few figures.
+// Summarizes a trace of steps in a few figures.
 #pragma once
 
 #include <cstdint>
@@ -8,46 +8,47 @@
 
 #include "src/bench/harness/step_trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// Between two slices of one stream, while the stream ran nothing.
+// A gap between two slices of one stream, in which the stream ran nothing.
 struct TraceGap {
   uint32_t stream = 0;
   absl::Time begin, end;
-  std::string after, before;  // what ran last, and what ran next
-  // Both belong to one step: they were launched as one, or both are kernels launched one by one.
-  // Else what lies between is another step's beginning, or a copy's launch.
+  std::string after, before;  // Names of the slices around it.
+  // Both slices belong to one step: they were launched together, or both are kernels launched one
+  // by one. Otherwise the gap is the begin of another step or the launch of a copy.
   bool inside_step = false;
 };
 
-// Gaps of the streams that ran kernels, in order. `device` as StepTrace has it.
+// Returns the gaps of the streams that ran kernels, in order. `device` is sorted as in StepTrace.
 std::vector<TraceGap> FindGaps(const std::vector<TraceSlice>& device);
 
-// A trace's summary; times in seconds a step unless they say otherwise.
+// A trace's summary. Times are seconds per step unless the comment says otherwise.
 struct TraceSummary {
-  double step = 0;     // the stretch over its steps
-  double kernels = 0;  // while at least one kernel ran, streams that compute together
-  double copies = 0;   // copies and fills, each by itself: they may run beside kernels
+  double step = 0;     // The length of the stretch over its steps.
+  double kernels = 0;  // Time with at least one kernel running, over all streams that compute.
+  double copies = 0;   // Copies and fills, each by itself: they may run beside kernels.
   double gaps_inside = 0, gaps_between = 0;
-  double largest_gap_inside = 0;  // of all steps
+  double largest_gap_inside = 0;  // Over all steps.
   std::string largest_gap_after, largest_gap_before;
-  int64_t gaps_over_5_us = 0;  // inside steps, of all of them
+  int64_t gaps_over_5_us = 0;  // Inside steps, counted over all steps.
   double plan = 0, launch = 0, emit = 0, wait = 0;
   struct Kernel {
     std::string name;
-    double calls = 0;  // a step
-    // While it was the one to wait for: from the end of what its stream began before it, or its own
-    // begin if later. A kernel that starts early and waits for the one before it is not counted
-    // twice; these add up to what the streams were busy with kernels.
+    double calls = 0;  // Calls per step.
+    // Time in which the stream waited for this kernel: from the end of the stream's previous slice,
+    // or the kernel's own begin if that is later. A kernel that starts early and waits for the one
+    // before it is not counted twice; these times add up to the time in which the streams were busy
+    // with kernels.
     double seconds = 0;
-    double begin_to_end = 0;  // all of it
+    double begin_to_end = 0;  // Time from begin to end.
   };
-  std::vector<Kernel> kernel_times;  // by seconds, the longest first
+  std::vector<Kernel> kernel_times;  // By seconds, the longest first.
 };
 TraceSummary Summarize(const StepTrace& trace);
 
-// A table for people.
+// Returns a table for people.
 std::string ToText(const StepTrace& trace, const TraceSummary& summary);
 nlohmann::json ToJson(const StepTrace& trace, const TraceSummary& summary);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -9,7 +9,7 @@
 #include "src/base/status_macros.h"
 #include "src/prefill/prefiller.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr size_t kPieceBytes = size_t{8} << 20;
@@ -25,7 +25,8 @@ class KeepingSink : public LayerSink {
   absl::Status Begin() override { return absl::OkStatus(); }
   absl::Status Layer(int layer, const CacheKind& kind, int, int,
                      absl::Span<const absl::Span<const uint8_t>> pieces) override {
-    // Chunks come in order and begin on blocks, so that their payloads joined are one payload.
+    // Chunks come in order and begin on block boundaries, so that the payloads of the chunks joined
+    // are the payload of the context.
     const auto index = static_cast<size_t>(layer) * context_->kinds +
                        static_cast<size_t>(layout_.FindKind(kind.name));
     Context::Payload& payload = context_->payloads[index];
@@ -37,7 +38,7 @@ class KeepingSink : public LayerSink {
       payload.crc32c = ExtendCrc32c(payload.crc32c, piece);
     }
     stream_->Record(*copied_);
-    copied_->Wait();  // the pieces are the prefiller's
+    copied_->Wait();  // The prefiller reuses the pieces.
     return absl::OkStatus();
   }
 
@@ -46,7 +47,7 @@ class KeepingSink : public LayerSink {
   Context* const context_;
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<Event> copied_;
-  std::vector<size_t> filled_;  // bytes, by payload
+  std::vector<size_t> filled_;  // Bytes filled so far, by payload.
 };
 
 class ContextMakerImpl : public ContextMaker {
@@ -78,7 +79,8 @@ void WritePayload(const Context& context, const HomeRange& range, ContextReader&
                   SequenceCache& cache) {
   std::vector<HomePiece> pieces;
   cache.ForEachPiece(range, [&](const HomePiece& piece) { pieces.push_back(piece); });
-  size_t at = 0, used = 0;  // in pieces, and of that one
+  size_t at = 0;    // Index of the current piece.
+  size_t used = 0;  // Bytes already written to it.
   reader.Read(context, range.layer, range.kind, [&](absl::Span<const uint8_t> bytes) {
     while (!bytes.empty()) {
       const size_t size = std::min(bytes.size(), pieces[at].bytes - used);
@@ -96,7 +98,7 @@ void WritePayload(const Context& context, const HomeRange& range, ContextReader&
 }  // namespace
 
 int64_t ArenaBytes(const CacheLayout& layout, int64_t tokens) {
-  constexpr int64_t kAlignment = 64 << 10;  // of each kind's part, and more
+  constexpr int64_t kAlignment = 64 << 10;  // At least the alignment of each kind's part.
   int64_t bytes = layout.BytesFor(tokens);
   for (const CacheKind& kind : layout.kinds)
     bytes += 2 * layout.layers * kind.page_bytes() + kAlignment;
@@ -140,7 +142,8 @@ void ContextReader::Read(const Context& context, int layer, size_t kind,
   const auto size = [&](size_t i) {
     return std::min(kPieceBytes, payload.bytes - i * kPieceBytes);
   };
-  for (size_t i = 0; i <= count; ++i) {  // the next is on its way while one is taken
+  // While `take` handles one piece, the next one is being copied.
+  for (size_t i = 0; i <= count; ++i) {
     if (i < count) {
       Piece& next = pieces_[i % 2];
       stream_->Copy(next.memory.data(), from + i * kPieceBytes, size(i));
@@ -178,4 +181,4 @@ void WriteContext(const Context& context, const CacheLayout& layout, ContextRead
   }
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

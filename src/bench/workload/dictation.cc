@@ -7,7 +7,7 @@
 #include "src/base/status_macros.h"
 #include "src/kv/sequence_cache.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int32_t kSlot = 0;
@@ -44,12 +44,12 @@ absl::Status Dictation::Finish() {
 absl::Status Dictation::WaitUntilWarm() {
   parts_.policy->WarmEvent(kSlot).Wait();
   if (parts_.policy->Warm(kSlot)) return parts_.device->Health();
-  return absl::InternalError("a sequence was admitted and is never warm");
+  return absl::InternalError("a sequence was admitted but did not become warm");
 }
 
 void Dictation::End() {
   if (admitted_) {
-    parts_.policy->WarmEvent(kSlot).Wait();  // after a step that failed
+    parts_.policy->WarmEvent(kSlot).Wait();  // A step may have failed before.
     parts_.policy->Release(kSlot);
   }
   admitted_ = false;
@@ -115,4 +115,4 @@ void Dictation::Append(int32_t next) {
   tokens_.host.as<int32_t>()[count_++] = next;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,8 +1,8 @@
-// One sequence under one policy, step by step, whose tokens are dictated rather than sampled: what
-// a policy makes of a text is compared with what another makes of the same text.
+// Runs one sequence under one policy, step by step, with tokens that the caller dictates instead of
+// sampling them. So different policies can be compared on the same text.
 //
-// The sequence's life is the engine's: handed over into its home, admitted, warm, then one decode
-// row a step. One thread.
+// The sequence takes the engine's path: it is handed over into its host KV cache, admitted, warmed,
+// and then has one decode row per step. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -18,26 +18,27 @@
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class Dictation {
  public:
   struct Parts {
     Device* device = nullptr;
     Model* model = nullptr;
-    AttentionPolicy* policy = nullptr;  // with a free slot 0
-    PagePool* dram = nullptr;           // for homes
-    int max_context = 0;                // tokens of a sequence at most
+    AttentionPolicy* policy = nullptr;  // REQUIRES: slot 0 is free.
+    PagePool* dram = nullptr;           // Pool of the host KV cache.
+    int max_context = 0;                // Maximum tokens in a sequence.
   };
   static absl::StatusOr<std::unique_ptr<Dictation>> Create(const Parts& parts);
   ~Dictation();
 
-  // Ends the sequence before and starts one of up to `total` tokens: all of `context` but its last
-  // token is handed over, and that one is what the first step gets. RESOURCE_EXHAUSTED where it
-  // does not fit.
+  // Ends the previous sequence and starts one of up to `total` tokens. All of `context` but its
+  // last token is handed over; the first step computes that token. RESOURCE_EXHAUSTED if the
+  // sequence does not fit.
   absl::Status Begin(const Context& context, int total);
-  // Computes the newest token and appends `next`: the logits, [vocab], of what should come in its
-  // place; valid until the next step. The policy's SlotHealth.
+  // Computes the newest token and returns the logits, [vocab], of the token that follows it. The
+  // span is valid until the next step. Returns the policy's SlotHealth on failure. Append() adds
+  // the token of the next step.
   absl::StatusOr<absl::Span<const float>> Step();
   void Append(int32_t next);
   int tokens() const { return count_; }
@@ -46,7 +47,7 @@ class Dictation {
  private:
   explicit Dictation(const Parts& parts);
   absl::Status Allocate();
-  // Waits for what is enqueued.
+  // Waits for all enqueued work.
   absl::Status Finish();
   absl::Status WaitUntilWarm();
 
@@ -54,9 +55,9 @@ class Dictation {
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<Event> done_;
   std::unique_ptr<ContextReader> contexts_;
-  MirroredBuffer tokens_, rows_, logits_;  // rows_: slot, position, logit row
+  MirroredBuffer tokens_, rows_, logits_;  // rows_ holds slot, position and logit row.
   int count_ = 0, total_ = 0;
   bool admitted_ = false;
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

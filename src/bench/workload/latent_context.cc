@@ -21,14 +21,14 @@
 #include "src/kv/sequence_cache.h"
 #include "src/model/policy_model.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kSlot = 0;
 constexpr int kChunkTokens = 512;
 constexpr int kTwinFfn = 128;
 
-// Caches are appended to, and nobody attends to them: results stay as they were, zeros.
+// Appends to the caches and does not attend: the results stay zero.
 class AppendOnly : public ForwardingPolicy {
  public:
   using ForwardingPolicy::ForwardingPolicy;
@@ -75,7 +75,8 @@ class TwinContextMaker : public ContextMaker {
 
  private:
   void Chunk(const std::vector<int32_t>& tokens, int64_t begin, int64_t count) {
-    // Embedding reads tokens[position]: the chunk's are all that is there.
+    // The embedding reads tokens[position], so the base pointer is shifted: only this chunk's
+    // tokens exist.
     auto* const ids = rows_.as<int32_t>();
     int32_t* const slots = ids + kChunkTokens;
     int32_t* const positions = slots + kChunkTokens;
@@ -98,7 +99,7 @@ class TwinContextMaker : public ContextMaker {
     done_->Wait();
   }
 
-  // The caches of the slot, as chunks of the wire have them.
+  // Returns the caches of the slot, in the form of chunks on the wire.
   absl::StatusOr<Context> Read(const std::vector<int32_t>& tokens) {
     const CacheLayout& layout = twin_->cache_layout();
     Context context = EmptyContext(tokens, layout);
@@ -142,17 +143,17 @@ class TwinContextMaker : public ContextMaker {
   Buffer rows_;  // int32 [3][kChunkTokens]: tokens, slots, positions
 };
 
-// A folder that is gone with the object.
+// A temporary folder that the destructor removes.
 class TemporaryFolder {
  public:
-  // INTERNAL: the system gives none.
+  // INTERNAL: the folder cannot be created.
   static absl::StatusOr<std::unique_ptr<TemporaryFolder>> Create() {
     std::error_code error;
     std::string name = std::filesystem::temp_directory_path(error) / "sluice-twin-XXXXXX";
     if (error || mkdtemp(name.data()) == nullptr) {
-      return absl::InternalError(absl::StrCat("no folder can be made as ", name, ": ",
+      return absl::InternalError(absl::StrCat("cannot create a folder ", name, ": ",
                                               error ? error.message() : std::strerror(errno),
-                                              ": set TMPDIR to a folder that can be written to"));
+                                              ": set TMPDIR to a folder that is writable"));
     }
     return std::unique_ptr<TemporaryFolder>(new TemporaryFolder(name));
   }
@@ -183,8 +184,9 @@ absl::StatusOr<std::unique_ptr<Model>> LoadTwin(const Model::Options& model,
   file << config.dump();
   file.close();
   if (!file) {
-    return absl::InternalError(absl::StrCat("cannot write ", folder->path().string(),
-                                            "/config.json: set TMPDIR to a folder with room"));
+    return absl::InternalError(
+        absl::StrCat("cannot write ", folder->path().string(),
+                     "/config.json: set TMPDIR to a folder with free space"));
   }
   Model::Options twin = model;
   twin.directory = folder->path();
@@ -201,4 +203,4 @@ absl::StatusOr<std::unique_ptr<ContextMaker>> NewTwinContextMaker(int max_contex
   return maker;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -17,11 +17,11 @@
 #include "src/model/parallel.h"
 #include "src/model/tensor_list.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-// The residual's dimensions: what layers write, then the paths, then which token it is, then one
-// that is the same for all, which the indexer's weights of heads are made of.
+// The residual's dimensions, in order: the part that layers write, the paths, the token's identity,
+// and one constant dimension, which feeds the indexer's per-head weights.
 struct Dimensions {
   Dimensions(const ModelConfig& config, int paths)
       : identity(config.hidden_size / 16),
@@ -32,9 +32,9 @@ struct Dimensions {
   int64_t identity, path, work;
 };
 
-constexpr double kIdentity = 0.3;  // loudness of a token's identity, the topics' being 1
+constexpr double kIdentity = 0.3;  // Magnitude of a token's identity; that of the topics is 1.
 constexpr double kConstant = 4;
-constexpr float kOutput = 0.1f;  // of what layers write, against the dummy formula
+constexpr float kOutput = 0.1f;  // Scale of the layers' output relative to the dummy formula.
 
 class LatentDriftSource : public WeightSource {
  public:
@@ -42,7 +42,7 @@ class LatentDriftSource : public WeightSource {
       : config_(config),
         options_(options),
         at_(config, options.paths),
-        // Of an index key, what RoPE leaves alone.
+        // The dimensions of an index key that RoPE leaves alone.
         features_(kernels::kIndexDim - config.latent->rope_dim),
         plain_(DummyWeights(config)) {
     for (int p = 0; p < options.paths; ++p) {
@@ -57,7 +57,7 @@ class LatentDriftSource : public WeightSource {
     if (!formula.has_value()) return formula;
     formula->state ^= options_.seed * 0x9E3779B97F4A7C15ull;
     const int64_t columns = OutputColumns(name);
-    if (columns > 0) {  // later rows would write where topics and identities are
+    if (columns > 0) {  // Later rows would write to the dimensions of topics and identities.
       formula->scale *= kOutput;
       formula->live = static_cast<uint64_t>(at_.work * columns);
     }
@@ -80,7 +80,7 @@ class LatentDriftSource : public WeightSource {
   }
 
   absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) override {
-    const bool bias = absl::EndsWith(name, "bias");  // the router's correction too
+    const bool bias = absl::EndsWith(name, "bias");  // This includes the router's correction.
     return std::vector<float>(static_cast<size_t>(n), bias ? 0.0f : 1.0f);
   }
 
@@ -124,7 +124,8 @@ class LatentDriftSource : public WeightSource {
     return PathOfLayer(options_, layer);
   }
 
-  // Columns of a matrix whose product is added to the residual; 0 of any other.
+  // Returns the columns of a matrix whose product is added to the residual, or 0 for any other
+  // matrix.
   int64_t OutputColumns(const std::string& name) const {
     const LatentConfig& latent = *config_.latent;
     if (absl::EndsWith(name, "o_proj.weight")) return int64_t{config_.heads} * latent.v_dim;
@@ -151,7 +152,7 @@ class LatentDriftSource : public WeightSource {
 
   static int64_t Blocks(int64_t n) { return (n + kScaleBlock - 1) / kScaleBlock; }
 
-  // With a scale for each 128 x 128 block.
+  // Returns an FP8 matrix with one scale for each 128 x 128 block.
   MatrixView MadeFp8(const std::string& name, int64_t rows, int64_t cols) const {
     auto owned = std::make_unique_for_overwrite<uint8_t[]>(static_cast<size_t>(rows * cols));
     std::vector<float> scales(static_cast<size_t>(ScaleCount(rows, cols)));
@@ -185,7 +186,8 @@ class LatentDriftSource : public WeightSource {
     return static_cast<size_t>(row * cols + column);
   }
 
-  // Feature `feature` of the path that the layer of tensor `name` sees: a row over the residual.
+  // Adds feature `feature` of the path that the layer of tensor `name` sees to a row over the
+  // residual.
   void AddProjection(const std::string& name, int64_t feature, absl::Span<double> row) const {
     const int p = PathOf(name);
     AddUniformRow(
@@ -194,7 +196,7 @@ class LatentDriftSource : public WeightSource {
         row.subspan(static_cast<size_t>(at_.PathBegin(p)), static_cast<size_t>(at_.path)));
   }
 
-  // Row `row` of a matrix that is not plain, over zeros.
+  // Fills row `row` of a matrix that is not plain. REQUIRES: `out` holds zeros.
   void FillRow(const std::string& name, int64_t row, absl::Span<double> out) const {
     const auto part = [&](int64_t begin, int64_t count) {
       return out.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
@@ -254,7 +256,7 @@ class LatentDriftSource : public WeightSource {
 }  // namespace
 
 int PathOfLayer(const LatentDrift& options, int layer) {
-  int step = 3;  // neighbours lie far apart
+  int step = 3;  // Neighbouring layers get paths that lie far apart.
   while (std::gcd(step, options.paths) != 1) ++step;
   return layer * step % options.paths;
 }
@@ -275,7 +277,7 @@ absl::StatusOr<std::unique_ptr<WeightSource>> LatentDriftWeights(const ModelConf
     return absl::InvalidArgumentError(
         "topic drift needs a head of its own: tie_word_embeddings is true in config.json");
   }
-  // As Dimensions divides them: 128 for each path, 64 for identities.
+  // Dimensions needs 128 for each path and 64 for identities.
   const int least = std::max(2 * options.paths, 8) * kernels::kIndexDim;
   if (options.paths < 1 || config.hidden_size < least) {
     return absl::InvalidArgumentError(absl::StrCat("topic drift: ", options.paths,
@@ -295,4 +297,4 @@ absl::StatusOr<std::unique_ptr<WeightSource>> LatentDriftWeights(const ModelConf
   return std::make_unique<LatentDriftSource>(config, options);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -7,7 +7,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 std::vector<uint16_t> RandomValues(size_t count, uint64_t seed) {
   SplitMix64 random(seed);
@@ -24,8 +24,8 @@ std::vector<uint16_t> RandomValues(size_t count, uint64_t seed) {
 
 absl::Status FillWithRandomValues(Device& device, const PagePool& pool) {
   constexpr size_t kKind = 0;
-  // A prime number of pages: what repeats does so across layers and sequences, never in step with
-  // them. 509 pages of an 8B model are 64 MB.
+  // The number of pages is prime, so the pattern repeats across layers and sequences, but never in
+  // step with them. 509 pages of an 8B model are 64 MB.
   constexpr size_t kPages = 509;
   const CacheKind& kind = pool.layout().kinds[kKind];
   SLUICE_CHECK(pool.layout().kinds.size() == 1 && kind.element_type == DType::kBFloat16);
@@ -44,4 +44,4 @@ absl::Status FillWithRandomValues(Device& device, const PagePool& pool) {
   return device.Health();
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

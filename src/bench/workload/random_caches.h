@@ -1,6 +1,6 @@
-// Caches that nobody computed: a bench of long contexts on a large model cannot wait for a prefill.
-// A step's work does not depend on what they hold; but a GPU draws less power over zeros, and so
-// clocks higher, than over values as a model makes them.
+// Fills caches with random values: a bench of long contexts on a large model cannot wait for a
+// prefill. A step's work does not depend on the values in the caches, but a GPU draws less power
+// over zeros, and so clocks higher, than over values like those of a model.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,13 @@
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-// `count` bf16 values, uniform in [-1, 1).
+// Returns `count` bf16 values, uniform in [-1, 1).
 std::vector<uint16_t> RandomValues(size_t count, uint64_t seed);
 
-// Writes such values to every page of a pool of one kind, in the device's memory, and waits.
+// Writes such values to every page of a pool of one kind in the device's memory, and waits for
+// completion.
 absl::Status FillWithRandomValues(Device& device, const PagePool& pool);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -15,19 +15,20 @@
 #include "src/model/rope.h"
 #include "src/model/tensor_list.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-constexpr double kFast = 0.05;  // of a row whose dimension RoPE turns: next to nothing
-// What attention and the MLP of a layer of the dummy formula add to a residual of any size, about.
+constexpr double kFast = 0.05;  // Scale of a row whose dimension RoPE turns: next to nothing.
+// Approximate size of the additions of a dummy layer's attention and MLP to a residual of any size.
 constexpr double kPlainAttention = 0.8;
 constexpr double kPlainMlp = 1;
-// Of layer_change, what the MLP adds: little, because it turns two like inputs further apart.
+// The MLP's share of layer_change. It is small because an MLP turns two similar inputs further
+// apart.
 constexpr double kMlpShare = 0.25;
-// The dimensions of the residual that say which token it is, and how loud they are: so low that
-// neither norms nor MLPs notice.
-constexpr int kIdentityFraction = 8;  // one in so many
-constexpr double kIdentity = 0.1;     // the topic's elements being 1
+// The dimensions of the residual that hold the token's identity, and their magnitude, which is so
+// low that neither norms nor MLPs notice.
+constexpr int kIdentityFraction = 8;  // One dimension in so many.
+constexpr double kIdentity = 0.1;     // The topic's elements have magnitude 1.
 
 class TopicDriftSource : public WeightSource {
  public:
@@ -46,7 +47,7 @@ class TopicDriftSource : public WeightSource {
       formula->state ^= options_.seed * 0x9E3779B97F4A7C15ull;
       if (const double scale = OutputScale(name); scale != 0) {
         formula->scale *= static_cast<float>(scale);
-        // The last rows write where the token's identity is.
+        // The last rows write to the dimensions of the token's identity.
         const int64_t columns =
             absl::EndsWith(name, "o_proj.weight") ? config_.q_size() : config_.intermediate_size;
         formula->live = static_cast<uint64_t>(topic_dims_ * columns);
@@ -63,7 +64,7 @@ class TopicDriftSource : public WeightSource {
       kernels::FillWeights(*formula, 0, rows * cols, owned.get());
       return MatrixView::Owned(std::move(owned), rows, cols);
     }
-    // An embedding of Qwen3-14B is 778 M values, of three hashes each.
+    // An embedding of Qwen3-14B has 778 M values, each of which takes three hashes.
     ParallelFor(rows, [&](int64_t row) {
       FillRow(name, row, {owned.get() + row * cols, static_cast<size_t>(cols)});
     });
@@ -72,7 +73,7 @@ class TopicDriftSource : public WeightSource {
 
   absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) override {
     if (absl::EndsWith(name, "bias")) return std::vector<float>(static_cast<size_t>(n));
-    // Queries and keys after their norms have length sqrt(head_dim) times this.
+    // After their norms, queries and keys have length sqrt(head_dim) times this.
     const bool head_norm = absl::StrContains(name, "q_norm") || absl::StrContains(name, "k_norm");
     return std::vector<float>(static_cast<size_t>(n), head_norm ? Gain() : 1.0f);
   }
@@ -118,7 +119,8 @@ class TopicDriftSource : public WeightSource {
     return static_cast<float>(std::sqrt(options_.sharpness / std::sqrt(config_.head_dim)));
   }
 
-  // Of o_proj and down_proj, else 0: the residual has grown in every layer before.
+  // Returns the scale of o_proj and down_proj, which allows for the growth of the residual in
+  // earlier layers, and 0 for other tensors.
   double OutputScale(const std::string& name) const {
     const bool attention = absl::EndsWith(name, "o_proj.weight");
     if (!attention && !absl::EndsWith(name, "down_proj.weight")) return 0;
@@ -168,7 +170,8 @@ class TopicDriftSource : public WeightSource {
       out[i] = FloatToBFloat16(static_cast<float>(values[i]));
     }
   }
-  // Queries and keys: all in what RoPE leaves alone; of the length that norms would give them.
+  // Returns the scale of a row of W_q or W_k: nearly all lies in the dimensions that RoPE leaves
+  // alone, with the length that norms would give.
   double RowScale(int64_t row) const {
     const bool slow = slow_[static_cast<size_t>(row % config_.head_dim)];
     const auto count = static_cast<double>(std::count(slow_.begin(), slow_.end(), true));
@@ -181,7 +184,8 @@ class TopicDriftSource : public WeightSource {
   const TopicPath path_;
   const std::vector<bool> slow_;  // [head_dim]
   const std::unique_ptr<WeightSource> plain_;
-  const int64_t topic_dims_;  // of the residual; the others say which token it is
+  // Topic dimensions of the residual; the others hold the token's identity.
+  const int64_t topic_dims_;
 };
 
 }  // namespace
@@ -223,4 +227,4 @@ std::vector<int32_t> TopicDriftContext(const ModelConfig& config, const TopicDri
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -6,11 +6,11 @@
 #include "src/base/rng.h"
 #include "src/model/dummy_weights.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 void AddUniformRow(const std::string& name, uint64_t seed, int64_t row, double factor,
                    absl::Span<double> out) {
-  constexpr double kUnit = 1.7320508075688772;  // times u in [-1, 1): variance 1
+  constexpr double kUnit = 1.7320508075688772;  // Times u in [-1, 1): variance 1.
   std::vector<float> u(out.size());
   DummyUniform(name, seed, row * static_cast<int64_t>(u.size()), absl::MakeSpan(u));
   for (size_t i = 0; i < u.size(); ++i) out[i] += factor * kUnit * double{u[i]};
@@ -31,4 +31,4 @@ int64_t TopicPath::TopicOf(double knot) const {
   return static_cast<int64_t>(random.Below(static_cast<uint64_t>(topics)));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

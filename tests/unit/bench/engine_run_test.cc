@@ -1,4 +1,5 @@
-// Batches of the bench: what is said to fit runs, and what does not fit is said to.
+// Tests the bench's batches: a batch that is reported to fit runs, and one that does not fit is
+// reported.
 #include "src/bench/harness/engine_run.h"
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 template <typename T>
@@ -72,7 +73,7 @@ TEST_CASE("the largest batch of policy ess runs where DRAM has no room for its i
   }
 }
 
-TEST_CASE("what lay in the pool before does not end a run that brings nothing there") {
+TEST_CASE("leftovers in the pool do not break a run that fetches nothing") {
   constexpr int kContext = 1024, kSlots = 2;
   const std::unique_ptr<Device> device = OrFail(NewCpuDevice({"auto", 1}));
   const std::unique_ptr<Model> model = LatentModel(device.get(), kSlots);
@@ -88,7 +89,7 @@ TEST_CASE("what lay in the pool before does not end a run that brings nothing th
   REQUIRE(tiers->Cut(&world, policy_name).ok());
   options.dram = world.dram;
   for (const absl::Span<uint8_t> free : world.hbm->FreeMemory()) {
-    std::fill(free.begin(), free.end(), uint8_t{0xFF});  // NaN
+    std::fill(free.begin(), free.end(), uint8_t{0xFF});  // NaN.
   }
   const auto policy = OrFail(SetUpPolicy(world, policy_name));
   OrFail(RunEngine(options, kSlots, device.get(), model.get(), world.hbm, policy.get()));
@@ -99,4 +100,4 @@ TEST_CASE("what lay in the pool before does not end a run that brings nothing th
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

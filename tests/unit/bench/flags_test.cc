@@ -2,7 +2,7 @@
 
 #include <catch2/catch.hpp>
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 struct Values {
@@ -66,7 +66,7 @@ TEST_CASE("the value of a file may be left out") {
   }
 }
 
-TEST_CASE("what is wrong on a command line is named, with what it takes") {
+TEST_CASE("errors name the flag and the values that it takes") {
   using Catch::Matchers::Contains;
   CHECK_THAT(ErrorOf({"--cuont", "4"}), Contains("--cuont") && Contains("did you mean --count"));
   CHECK_THAT(ErrorOf({"--count", "11"}), Contains("--count") && Contains("from 1 to 10"));
@@ -93,7 +93,7 @@ TEST_CASE("--help wins over errors and shows every flag with its default") {
   }
 }
 
-TEST_CASE("arguments that are no flags go where they were asked for") {
+TEST_CASE("arguments that are not flags are collected if the command takes them") {
   Values v;
   Flags flags = MakeFlags(v, true);
   const std::vector<std::string> args = {"a.json", "--quiet", "b.json"};
@@ -102,4 +102,4 @@ TEST_CASE("arguments that are no flags go where they were asked for") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

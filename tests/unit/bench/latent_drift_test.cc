@@ -12,7 +12,7 @@
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/tensor_list.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kModel[] = SLUICE_SOURCE_DIR "/configs/models/topic-drift-indexer-small";
@@ -25,7 +25,7 @@ LatentDrift Drift() {
   return drift;
 }
 
-// Packed index keys of a layer, as a payload of whole blocks and a short one has them.
+// Returns the packed index keys of a layer from a payload of whole blocks and a short last one.
 std::vector<float> KeysOf(const Context& context, const CacheLayout& layout, int layer) {
   const Context::Payload& payload = context.payload(layer, 1);
   const auto block = static_cast<size_t>(layout.kinds[1].block_tokens);
@@ -70,7 +70,7 @@ TEST_CASE(
   REQUIRE(twin.ok());
   SplitMix64 random(1);
   TopicDrift path;
-  path.segment = kTokens;  // neighbours on the path
+  path.segment = kTokens;  // All tokens are neighbours on the path.
   const std::vector<int32_t> ids = TopicDriftContext((*model)->config(), path, kTokens, 0, random);
   const CacheLayout& layout = (*model)->cache_layout();
   const auto by_model = (*ContextMaker::Create(kTokens, device.get(), model->get()))->Compute(ids);
@@ -79,7 +79,7 @@ TEST_CASE(
   REQUIRE(by_model.ok());
   REQUIRE(by_twin.ok());
   const auto dim = static_cast<size_t>(kernels::kIndexDim);
-  std::vector<double> likeness(4);  // of tokens that are eight apart, by path
+  std::vector<double> likeness(4);  // Similarity of tokens that are eight apart, by path.
   for (int layer = 0; layer < layout.layers; ++layer) {
     const std::vector<float> want = KeysOf(*by_model, layout, layer);
     const std::vector<float> got = KeysOf(*by_twin, layout, layer);
@@ -146,4 +146,4 @@ TEST_CASE("a geometry that topic drift of an indexer does not suit is refused") 
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,5 +1,5 @@
-// What transfers cost a step: selections with set misses, two versions of a step, and what a trace
-// says.
+// Tests of the cost of transfers in a step: selections with forced misses, two versions of a step,
+// and the evaluation of a trace.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <memory>
@@ -8,24 +8,24 @@
 #include <vector>
 
 #include "src/bench/harness/step_device.h"
+#include "src/bench/overlap/forced_misses.h"
 #include "src/bench/overlap/overlap_report.h"
 #include "src/bench/overlap/overlap_run.h"
 #include "src/bench/overlap/overlap_trace.h"
-#include "src/bench/overlap/set_misses.h"
 #include "src/bench/policies/forecast.h"
 #include "src/device/cpu/cpu_device.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-TEST_CASE("set misses: a list of a phase m further on has exactly m other positions") {
+TEST_CASE("forced misses: a list of a phase m further on has exactly m other positions") {
   for (const int top_k : {96, 128, 2048}) {
     for (const int64_t stride : {2, 12, 57}) {
       int64_t phase = 0;
-      std::vector<int32_t> before = SetMisses::ListAt(phase, top_k, stride);
+      std::vector<int32_t> before = ForcedMisses::ListAt(phase, top_k, stride);
       for (const int misses : {0, 1, 7, top_k / 2, top_k - 1, top_k}) {
         phase += misses;
-        const std::vector<int32_t> list = SetMisses::ListAt(phase, top_k, stride);
+        const std::vector<int32_t> list = ForcedMisses::ListAt(phase, top_k, stride);
         INFO("top_k " << top_k << ", stride " << stride << ", misses " << misses);
         REQUIRE(std::is_sorted(list.begin(), list.end()));
         REQUIRE(std::set<int32_t>(list.begin(), list.end()).size() == list.size());
@@ -40,33 +40,33 @@ TEST_CASE("set misses: a list of a phase m further on has exactly m other positi
   }
 }
 
-TEST_CASE("set misses: what is new lies all over the range") {
+TEST_CASE("forced misses: new positions are spread over the range") {
   constexpr int kTopK = 2048, kStride = 12, kMisses = 64, kParts = 8;
-  const std::vector<int32_t> before = SetMisses::ListAt(1000, kTopK, kStride);
+  const std::vector<int32_t> before = ForcedMisses::ListAt(1000, kTopK, kStride);
   const std::set<int32_t> old(before.begin(), before.end());
   std::vector<int> parts(kParts);
-  for (const int32_t id : SetMisses::ListAt(1000 + kMisses, kTopK, kStride)) {
+  for (const int32_t id : ForcedMisses::ListAt(1000 + kMisses, kTopK, kStride)) {
     if (!old.contains(id)) ++parts[static_cast<size_t>(id) * kParts / (kTopK * kStride)];
   }
   for (const int part : parts) CHECK(part >= kMisses / kParts / 2);
 }
 
-TEST_CASE("set misses: rows select the list of their step") {
+TEST_CASE("forced misses: rows select the list of their step") {
   const std::unique_ptr<Device> device = *NewCpuDevice({"auto", 1});
   constexpr int kRows = 3, kTopK = 8;
-  SetMisses::Options options;
+  ForcedMisses::Options options;
   options.device = device.get();
   options.rows = kRows;
   options.top_k = kTopK;
   options.tokens = 64;
   options.places = 16;
   options.misses = {5, 2, 3};
-  const auto set = SetMisses::Create(options);
+  const auto set = ForcedMisses::Create(options);
   REQUIRE(set.ok());
   Buffer memory = *device->Allocate(MemoryKind::kDevice, (kRows + 1) * kTopK * 4, "lists");
   const auto stream = device->NewStream(Device::StreamKind::kCompute);
   const auto done = device->NewEvent();
-  // The last list of all goes on; rows that were not asked for stay.
+  // After the last step its list is kept; rows outside the range stay as they were.
   (*set)->BeginStep(*stream, {{0, 2, 7}});
   const kernels::UnitLists lists{memory.as<int32_t>(), nullptr, kTopK};
   (*set)->Observer()(*stream, 0, lists, 1, 2);
@@ -77,31 +77,32 @@ TEST_CASE("set misses: rows select the list of their step") {
     return std::vector<int32_t>(at, at + kTopK);
   };
   CHECK(list(0) == std::vector<int32_t>(kTopK, 0));
-  CHECK(list(1) == SetMisses::ListAt(5, kTopK, 8));
-  CHECK(list(2) == SetMisses::ListAt(5, kTopK, 8));
+  CHECK(list(1) == ForcedMisses::ListAt(5, kTopK, 8));
+  CHECK(list(2) == ForcedMisses::ListAt(5, kTopK, 8));
   CHECK(list(3) == std::vector<int32_t>(kTopK, 0));
-  CHECK(SetMisses::ListAt(5, kTopK, 8) != SetMisses::ListAt(0, kTopK, 8));
+  CHECK(ForcedMisses::ListAt(5, kTopK, 8) != ForcedMisses::ListAt(0, kTopK, 8));
 }
 
-TEST_CASE("set misses: what would come back while it is there is refused") {
+TEST_CASE("forced misses: positions that would come back while they are in the pool are refused") {
   const std::unique_ptr<Device> device = *NewCpuDevice({"auto", 1});
-  SetMisses::Options options;
+  ForcedMisses::Options options;
   options.device = device.get();
   options.rows = 1;
   options.top_k = 8;
-  options.tokens = 32;  // a position comes back after 24 others
+  options.tokens = 32;  // A position comes back after 24 others.
   options.places = 30;
   options.misses = {0, 8, 8, 8};
-  CHECK(SetMisses::Create(options).ok());
+  CHECK(ForcedMisses::Create(options).ok());
   options.misses.push_back(1);
-  CHECK_FALSE(SetMisses::Create(options).ok());
-  options.places = 24;  // which the pool has forgotten by then
-  CHECK(SetMisses::Create(options).ok());
+  CHECK_FALSE(ForcedMisses::Create(options).ok());
+  options.places = 24;  // The pool has forgotten the position by then.
+  CHECK(ForcedMisses::Create(options).ok());
   options.tokens = 7;
-  CHECK_FALSE(SetMisses::Create(options).ok());
+  CHECK_FALSE(ForcedMisses::Create(options).ok());
   options.tokens = 32;
   options.misses = {0, 9};
-  CHECK(std::string(SetMisses::Create(options).status().message()).find('9') != std::string::npos);
+  CHECK(std::string(ForcedMisses::Create(options).status().message()).find('9') !=
+        std::string::npos);
 }
 
 TEST_CASE("a recording has two versions, of which each run takes one") {
@@ -111,7 +112,7 @@ TEST_CASE("a recording has two versions, of which each run takes one") {
   Buffer memory = *device->Allocate(MemoryKind::kDevice, 64, "bytes");
   const auto stream = device->NewStream(Device::StreamKind::kCompute);
   const auto done = device->NewEvent();
-  // As a policy that reads the switch where it enqueues.
+  // Acts like a policy that reads the switch when it enqueues.
   std::vector<bool> recorded;
   const auto program = device->Record(*stream, [&](Stream& s) {
     recorded.push_back(version);
@@ -169,15 +170,15 @@ TEST_CASE("a transfer runs beneath what lies between its lists and the end of at
   const Shelter dba = ShelterIn(TraceOf(3, true, 0));
   CHECK(dba.beneath == Approx(160e-6));
   CHECK(dba.ahead == Approx(30e-6));
-  // The first half, of 20, is done before the second one's lists are: 20 of it cost nothing.
+  // The first half, of 20, is done before the second half's lists are, so its 20 cost nothing.
   CHECK(dba.Coverable(40e-6) == Approx(40e-6));
-  CHECK(dba.Coverable(330e-6) == Approx(190e-6));  // halves of 165, the first 30 ahead
+  CHECK(dba.Coverable(330e-6) == Approx(190e-6));  // Halves of 165, the first 30 ahead.
   CHECK(ShelterIn(StepTrace()).layers == 0);
 }
 
 TEST_CASE("a trace's transfers are told from its compute, whatever part of a step it has") {
   constexpr int kLayers = 2;
-  const StepTrace whole = TraceOf(8, false, 80);  // four steps
+  const StepTrace whole = TraceOf(8, false, 80);  // Four steps.
   CHECK(StepsIn(whole, kLayers) == Approx(4));
   const StepTrace part = PartOf(whole, whole.begin + absl::Milliseconds(1), whole.end);
   CHECK(StepsIn(part, kLayers) == Approx(3.5));
@@ -195,7 +196,7 @@ TEST_CASE("a trace's transfers are told from its compute, whatever part of a ste
   CHECK(FetchesOf(with, none)->calls == Approx(2));
   CHECK(FetchesOf(with, none)->seconds == Approx(160e-6));
   CHECK_FALSE(FetchesOf(none, none).has_value());
-  TransfersInside brief = with;  // empty lists, and a clock that is coarser than they are long
+  TransfersInside brief = with;  // Empty lists, and a clock coarser than their transfers.
   brief.seconds = 0;
   const TransfersInside home = {.seconds = 1e-6, .calls = 1};
   CHECK(FetchesOf(brief, home)->seconds == 0);
@@ -210,7 +211,7 @@ TEST_CASE("a trace's transfers are told from its compute, whatever part of a ste
   CHECK(kernels.front().without == Approx(40e-6));
 }
 
-TEST_CASE("what is hidden is what the step does not show") {
+TEST_CASE("the hidden share is the part of the transfers that does not lengthen the step") {
   OverlapLevel level;
   level.misses = {10, 30};
   level.step.median = 1.02;
@@ -221,12 +222,12 @@ TEST_CASE("what is hidden is what the step does not show") {
   CHECK_FALSE(level.Coverable().has_value());
   Shelter shelter;
   shelter.layers = 1;
-  shelter.beneath = 0.2;  // of the layers' 0.1 and 0.3
+  shelter.beneath = 0.2;  // The layers' transfers take 0.1 and 0.3.
   level.shelter = shelter;
   CHECK(*level.Coverable() == Approx(0.3));
 }
 
-TEST_CASE("a forecast goes on where the measured batches lead") {
+TEST_CASE("a forecast extends the line through the measured batches") {
   const auto run = [](const char* policy, int batch, double seconds, int64_t hbm, int64_t dram) {
     PolicyRun r;
     r.policy = policy;
@@ -241,7 +242,7 @@ TEST_CASE("a forecast goes on where the measured batches lead") {
       run("full", 1, 0.010, 100, 100), run("full", 5, 0.014, 100, 100),
       run("ess", 2, 0.012, 20, 100), run("ess", 12, 0.022, 20, 100), run("alone", 3, 0.01, 10, 10)};
   const std::vector<Forecast> found = ForecastsOf(runs, {1000, 4000});
-  REQUIRE(found.size() == 2);  // one batch makes no line
+  REQUIRE(found.size() == 2);  // One batch makes no line.
   CHECK(found[0].policy == "full");
   CHECK(found[0].batch == 10);
   CHECK(found[0].bound == "HBM");
@@ -272,4 +273,4 @@ TEST_CASE("a forecast has no speed where larger batches took no longer") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,4 +1,4 @@
-// What `sluice-bench policies` makes of names, bytes and traces.
+// Tests how `sluice-bench policies` reads names and evaluates bytes and traces.
 #include <catch2/catch.hpp>
 
 #include "src/bench/harness/policy_choice.h"
@@ -7,10 +7,10 @@
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/trace/layer_timeline.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-TEST_CASE("a policy's name may set what sets it apart") {
+TEST_CASE("a policy's name may carry settings of that policy") {
   CHECK(ParsePolicies("hgca:beta=0.5:window=512,hgca:beta=1").ok());
   const auto why = [](const char* text) {
     return std::string(ParsePolicies(text).status().message());
@@ -18,7 +18,7 @@ TEST_CASE("a policy's name may set what sets it apart") {
   CHECK(why("hgca:bet=1").find("beta") != std::string::npos);
   CHECK(why("scout:beta=1").find("policy scout has no 'beta'") != std::string::npos);
   CHECK_FALSE(ParsePolicies("full:budget=512").ok());
-  CHECK_FALSE(ParsePolicies("ess:budget=512").ok());  // the model says how many
+  CHECK_FALSE(ParsePolicies("ess:budget=512").ok());  // The model determines the number.
   CHECK_FALSE(ParsePolicies("offload-naive:reduction=1").ok());
   CHECK_FALSE(ParsePolicies("full:ratio=0.2").ok());
   CHECK(ParsePolicies("ess:ratio=0.2:least=64,offload-naive:ratio=0.2:movers=4").ok());
@@ -55,22 +55,22 @@ TEST_CASE("the floor of a step is its longest memory's") {
   };
   CHECK(floor(1000, 50, 50, 50).seconds == Approx(10));
   CHECK(floor(1000, 50, 50, 50).bound == "HBM");
-  CHECK(floor(1000, 90, 120, 50).seconds == Approx(12));  // each direction by itself
+  CHECK(floor(1000, 90, 120, 50).seconds == Approx(12));  // Each direction by itself.
   CHECK(floor(1000, 90, 120, 50).bound == "link");
   CHECK(floor(1000, 90, 0, 300).seconds == Approx(15));
   CHECK(floor(1000, 90, 0, 300).bound == "DRAM");
 }
 
-TEST_CASE("a run is held against full at its largest batch") {
+TEST_CASE("a run is compared with full at its largest batch") {
   StepTraffic rates;
   rates.hbm = rates.to_device = rates.to_host = rates.dram = 100;
   PolicyRun full, run;
   full.batch = 2;
   full.step.median = 20;
-  full.step_bytes.hbm = 1000;  // floor 10: 0.2 tokens/s, 0.1 measured
+  full.step_bytes.hbm = 1000;  // Floor 10: 0.2 tokens/s, 0.1 measured.
   run.batch = 10;
-  run.step.median = 25;       // 0.4 tokens/s
-  run.step_bytes.hbm = 2000;  // floor 20: 0.5 tokens/s
+  run.step.median = 25;       // 0.4 tokens/s.
+  run.step_bytes.hbm = 2000;  // Floor 20: 0.5 tokens/s.
   const nlohmann::json j = FloorJson(run, rates, &full);
   CHECK(j["over_full"].get<double>() == Approx(4));
   CHECK(j["floors_over_full"].get<double>() == Approx(2.5));
@@ -94,7 +94,7 @@ TEST_CASE("a timeline shows three layers from what each begins with") {
   constexpr int kLayers = 4;
   for (int i = 0; i < 2 * kLayers; ++i) {
     add("Norm", 1, 10 * i, 10 * i + 1);
-    add("Norm", 1, 10 * i + 5, 10 * i + 6);  // twice a layer
+    add("Norm", 1, 10 * i + 5, 10 * i + 6);  // Twice per layer.
     add("Append", 1, 10 * i + 2, 10 * i + 5);
     add("Attend", 2, 10 * i + 4, 10 * i + 8);
   }
@@ -110,4 +110,4 @@ TEST_CASE("a timeline shows three layers from what each begins with") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

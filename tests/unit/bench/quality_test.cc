@@ -8,7 +8,7 @@
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/policies/policy_quality.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 StepLogits Of(std::vector<float> logits) { return NormalizeLogits(logits); }
@@ -51,7 +51,7 @@ TEST_CASE("agreement, KL and perplexity are what their formulas say") {
   CHECK(twice.perplexity() == Approx(d.perplexity()));
 }
 
-TEST_CASE("a file of texts reads back, and what is wrong with one is said") {
+TEST_CASE("a file of texts reads back, and a wrong one is refused with a reason") {
   const std::string good = R"({"schema": "sluice-texts/1",
     "texts": [{"name": "a", "ids": [1, 2, 3]}],
     "passkeys": [{"name": "b", "ids": [4], "answer": [5, 6]}]})";
@@ -61,7 +61,7 @@ TEST_CASE("a file of texts reads back, and what is wrong with one is said") {
   CHECK(texts->passkeys[0].answer == std::vector<int32_t>{5, 6});
   CHECK(ParseQualityTexts("{}", 7).status().message().find("sluice-texts/1") !=
         absl::string_view::npos);
-  // Past the vocabulary, and a field that is missing.
+  // An id past the vocabulary, and a missing field.
   CHECK(ParseQualityTexts(good, 6).status().code() == absl::StatusCode::kInvalidArgument);
   const auto bare = ParseQualityTexts(R"({"schema": "sluice-texts/1", "texts": []})", 7);
   CHECK(bare.status().message().find("passkeys") != absl::string_view::npos);
@@ -91,7 +91,7 @@ TEST_CASE("a run's shares leave out layers that select nothing") {
   run.batch = 2;
   run.kv_heads = 2;
   run.budget_tokens = 100;
-  run.statistics.layers.resize(3);  // the first is dense
+  run.statistics.layers.resize(3);  // The first is dense.
   run.statistics.layers[0].steps = 10;
   auto set = [&](size_t i, int64_t missing, int64_t recalls) {
     auto& layer = run.statistics.layers[i];
@@ -128,11 +128,11 @@ TEST_CASE("idle is what no kernel covers inside the trace") {
     trace.device.push_back(slice);
   };
   add(TraceSlice::Kind::kKernel, 0, 1, 4);
-  add(TraceSlice::Kind::kKernel, 1, 3, 5);  // beside it: counted once
-  add(TraceSlice::Kind::kCopy, 2, 5, 7);    // no kernel
-  add(TraceSlice::Kind::kKernel, 3, 5, 6);  // none of the model
+  add(TraceSlice::Kind::kKernel, 1, 3, 5);  // Beside it: counted once.
+  add(TraceSlice::Kind::kCopy, 2, 5, 7);    // Not a kernel.
+  add(TraceSlice::Kind::kKernel, 3, 5, 6);  // Not a kernel of the model.
   trace.device.back().name = "TransferKernel";
-  add(TraceSlice::Kind::kKernel, 0, 8, 15);  // beyond the end
+  add(TraceSlice::Kind::kKernel, 0, 8, 15);  // Beyond the end.
   CHECK(IdleShare(trace) == Approx(0.4));
 }
 
@@ -161,8 +161,8 @@ TEST_CASE("the JSON of a run has its figures and its layers") {
   CHECK(j["layers"].size() == 2);
   PolicyQuality quality;
   quality.policy = "scout";
-  CHECK_FALSE(QualityJson(quality, 512).contains("top1_agreement"));  // no text was dictated
+  CHECK_FALSE(QualityJson(quality, 512).contains("top1_agreement"));  // No text was dictated.
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

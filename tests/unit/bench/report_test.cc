@@ -3,7 +3,7 @@
 #include <catch2/catch.hpp>
 #include <cstdio>
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 Report Sample() {
@@ -54,12 +54,12 @@ TEST_CASE("the schema stays as it is: programs read it") {
                                                 "samples", "unit"});
 }
 
-TEST_CASE("what is no report is refused with what is wrong") {
+TEST_CASE("a text that is not a report is refused with a reason") {
   using Catch::Matchers::Contains;
   const auto error = [](const std::string& text) {
     return std::string(ParseReport(text).status().message());
   };
-  CHECK_THAT(error("{"), Contains("no JSON"));
+  CHECK_THAT(error("{"), Contains("not JSON"));
   CHECK_THAT(error("[]"), Contains("sluice-bench/1"));
   CHECK_THAT(error(R"({"schema": 3})"), Contains("sluice-bench/1"));
   CHECK_THAT(error(R"({"schema": "sluice-bench/1"})"), Contains("subcommand"));
@@ -71,4 +71,4 @@ TEST_CASE("what is no report is refused with what is wrong") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

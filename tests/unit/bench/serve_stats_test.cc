@@ -2,7 +2,7 @@
 
 #include <catch2/catch.hpp>
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Outcome = RequestRecord::Outcome;
@@ -64,7 +64,7 @@ TEST_CASE("a timed phase counts every token that came while it lasted") {
   const Phase phase = *Phase::Parse("name=b,rate=5,seconds=10s");
   LoadResult result;
   result.phases = {{0, 2, 0}, {2, 12, 5}};
-  result.tokens.assign(200, 3);  // 30 a second, also of requests of the phase before
+  result.tokens.assign(200, 3);  // 30 per second, including requests of the previous phase.
   result.requests = {Done(0, 1, 3, 0.1, 10), Done(1, 4, 5, 0.1, 4)};
   const PhaseStats s = StatsOf(result, phase, 1, {});
   CHECK(s.came == 1);
@@ -108,4 +108,4 @@ TEST_CASE("goodput counts requests that are done within the bounds") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 #include "src/bench/policies/workload_statistics.h"
 #include "src/model/tensor_list.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 ModelConfig Geometry() {
@@ -59,7 +59,7 @@ TEST_CASE("the same seed makes the same weights, another makes others") {
     const auto bytes = MatrixOf(*one, name, rows, c.hidden_size);
     CHECK(bytes == MatrixOf(*again, name, rows, c.hidden_size));
     CHECK(bytes != MatrixOf(*other, name, rows, c.hidden_size));
-    // What the fingerprint samples is what the model reads.
+    // The fingerprint samples the weights that the model reads.
     std::vector<uint16_t> some(600);
     REQUIRE(one->ReadBFloat16(name, {rows, c.hidden_size}, 300, absl::MakeSpan(some)).ok());
     for (size_t i = 0; i < some.size(); ++i) {
@@ -79,7 +79,7 @@ TEST_CASE("a query head is its KV head and a change of its own") {
   const auto q = MatrixOf(*source, LayerTensor(0, "self_attn.q_proj.weight"), c.q_size(), 256);
   const auto k = MatrixOf(*source, LayerTensor(0, "self_attn.k_proj.weight"), c.kv_size(), 256);
   for (int head = 0; head < c.heads; ++head) {
-    // The last pair of dimensions, which RoPE turns least.
+    // RoPE turns the last pair of dimensions least.
     const float* const q_row = q.data() + (head * 64 + 63) * 256;
     const int own = head / 2, foreign = 1 - own;
     CHECK(Cosine(q_row, k.data() + (own * 64 + 63) * 256, 256) ==
@@ -121,7 +121,7 @@ TEST_CASE("embeddings near each other on the path are alike, and the head leads 
   CHECK(leads == 20);
 }
 
-TEST_CASE("which token it is concerns the head alone") {
+TEST_CASE("a token's identity affects the head alone") {
   const ModelConfig c = Geometry();
   const auto source = *TopicDriftWeights(c, {});
   constexpr int kTopic = 224;
@@ -139,7 +139,7 @@ TEST_CASE("which token it is concerns the head alone") {
     const auto live = rows.begin() + kTopic * 256;
     CHECK(std::count(rows.begin(), live, 0.0f) < 10);
     CHECK(std::count(live, rows.end(), 0.0f) == 32 * 256);
-    // What the fingerprint samples is what the model reads.
+    // The fingerprint samples the weights that the model reads.
     std::vector<uint16_t> some(600);
     REQUIRE(source
                 ->ReadBFloat16(LayerTensor(1, name), {256, 256}, kTopic * 256 - 300,
@@ -189,4 +189,4 @@ TEST_CASE("important blocks are those of the highest scores, and what changed is
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -16,7 +16,7 @@
 #include "src/model/model.h"
 #include "tests/fixtures/fixtures.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Kind = TraceSlice::Kind;
@@ -77,7 +77,7 @@ TEST_CASE(
   const std::vector<TraceGap> gaps = FindGaps(TwoSteps().device);
   std::vector<std::pair<int64_t, bool>> found;
   for (const TraceGap& gap : gaps) {
-    CHECK(gap.stream == 1);  // the copy stream has none
+    CHECK(gap.stream == 1);  // The copy stream has none.
     found.emplace_back(absl::ToInt64Microseconds(gap.end - gap.begin), gap.inside_step);
   }
   CHECK(found == std::vector<std::pair<int64_t, bool>>{
@@ -87,7 +87,7 @@ TEST_CASE(
 TEST_CASE("slices of one graph launch are one step, copies included") {
   const std::vector<TraceSlice> device = {
       Slice(Kind::kCopy, "in", 7, 0, 2, 41), Slice(Kind::kKernel, "a", 7, 3, 10, 41),
-      Slice(Kind::kKernel, "b", 7, 9, 20, 41),  // begins under the tail of a
+      Slice(Kind::kKernel, "b", 7, 9, 20, 41),  // Begins under the tail of a.
       Slice(Kind::kKernel, "a", 7, 30, 40, 42)};
   const std::vector<TraceGap> gaps = FindGaps(device);
   REQUIRE(gaps.size() == 2);
@@ -181,8 +181,7 @@ TEST_CASE("the engine's steps on the CPU device are traced as they ran") {
     CHECK(phases[name] >= kSteps - 1);
   }
 
-  // The stream runs one thing at a time, so that what it ran and its gaps fill the time it was
-  // there.
+  // The stream runs one slice at a time, so its slices and gaps fill its time.
   const TraceSummary s = Summarize(*trace);
   absl::Duration covered;
   for (const TraceSlice& slice : trace->device) covered += slice.end - slice.begin;
@@ -208,4 +207,4 @@ TEST_CASE("the engine's steps on the CPU device are traced as they ran") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -4,7 +4,7 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Catch::Matchers::Contains;
@@ -98,4 +98,4 @@ TEST_CASE("open-loop arrivals are a Poisson process of the rate that was asked f
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,13 +8,14 @@
 
 #include "kernels/cuda/common/launch.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kRounds = 9;
-constexpr int kLeastLaunches = 8;  // of a round: its first begins with a launch that nothing hides
+// Minimum launches in a round: the latency of its first launch is not hidden.
+constexpr int kLeastLaunches = 8;
 
-// Frees what a measurement made, however it ends.
+// Frees the resources of a measurement on every path.
 struct Probe {
   cudaStream_t stream = nullptr;
   cudaEvent_t begin = nullptr, end = nullptr;
@@ -43,7 +44,7 @@ double CudaReadRate(const void* data, size_t window, size_t bytes) {
   const size_t pieces = window / piece;
   const size_t launches = std::max<size_t>((bytes + piece - 1) / piece, kLeastLaunches);
   std::vector<float> milliseconds;
-  for (int round = 0; round <= kRounds; ++round) {  // the first does not count
+  for (int round = 0; round <= kRounds; ++round) {  // The first round does not count.
     float ms = 0;
     bool ok = cudaEventRecord(probe.begin, probe.stream) == cudaSuccess;
     for (size_t i = 0; i < launches && ok; ++i) {
@@ -67,4 +68,4 @@ std::string CudaGpuName() {
   return cudaGetDeviceProperties(&properties, 0) == cudaSuccess ? properties.name : "unknown";
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

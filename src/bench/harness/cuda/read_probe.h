@@ -1,17 +1,18 @@
-// The read ceiling of a GPU. No CUDA headers.
+// Measures the read ceiling of a GPU. This header includes no CUDA headers.
 #pragma once
 
 #include <cstddef>
 #include <string>
 
-namespace sluice {
+namespace sluice::bench {
 
-// Bytes per second at which a kernel that only reads gets through `bytes` bytes, launch after
-// launch the next piece of `window` bytes of device memory at `data`, over and over: the median of
-// some. 0: it did not run. REQUIRES: 0 < window, bytes.
+// Returns the bytes per second at which a kernel that only reads gets through `bytes` bytes: each
+// launch reads the next piece of the `window` bytes of device memory at `data`, over and over, and
+// the result is the median of several rounds. Returns 0 if the probe did not run. REQUIRES: 0 <
+// window, bytes.
 double CudaReadRate(const void* data, size_t window, size_t bytes);
 
-// "NVIDIA H100 80GB HBM3".
+// Returns the GPU's name, such as "NVIDIA H100 80GB HBM3".
 std::string CudaGpuName();
 
-}  // namespace sluice
+}  // namespace sluice::bench

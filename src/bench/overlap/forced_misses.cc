@@ -1,4 +1,4 @@
-#include "src/bench/overlap/set_misses.h"
+#include "src/bench/overlap/forced_misses.h"
 
 #include <algorithm>
 #include <cstring>
@@ -8,10 +8,11 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-// Coprime to top_k and near the golden section of it, so that consecutive turns lie far apart.
+// Returns a number that is coprime to top_k and near its golden section, so that consecutive turns
+// lie far apart.
 int64_t TurnOf(int top_k) {
   auto turn = std::max<int64_t>(1, static_cast<int64_t>(0.618 * top_k));
   while (std::gcd<int64_t>(turn, top_k) != 1) ++turn;
@@ -20,7 +21,7 @@ int64_t TurnOf(int top_k) {
 
 }  // namespace
 
-std::vector<int32_t> SetMisses::ListAt(int64_t phase, int top_k, int64_t stride) {
+std::vector<int32_t> ForcedMisses::ListAt(int64_t phase, int top_k, int64_t stride) {
   const int64_t turn = TurnOf(top_k);
   std::vector<int32_t> list;
   for (int64_t i = 0; i < top_k; ++i) {
@@ -29,33 +30,34 @@ std::vector<int32_t> SetMisses::ListAt(int64_t phase, int top_k, int64_t stride)
   return list;
 }
 
-absl::StatusOr<std::unique_ptr<SetMisses>> SetMisses::Create(const Options& o) {
+absl::StatusOr<std::unique_ptr<ForcedMisses>> ForcedMisses::Create(const Options& o) {
   SLUICE_CHECK(o.rows > 0 && o.top_k > 0 && !o.misses.empty());
   const int64_t stride = o.tokens / o.top_k;
   const int64_t moved = std::accumulate(o.misses.begin() + 1, o.misses.end(), int64_t{0});
   const int64_t others = std::max<int64_t>(stride - 1, 0) * o.top_k;
-  // Either none comes back, or the pool has seen as many others as it has places since.
+  // Either no position comes back, or the pool has seen at least as many others since as it has
+  // slots.
   if (stride < 1 || (moved > others && others < o.places)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("--misses: ", moved, " misses of a sequence want more than ", o.tokens,
+        absl::StrCat("--misses: ", moved, " misses of a sequence need more than ", o.tokens,
                      " tokens outside of its pool of ", o.places,
-                     " places: take longer contexts, a lower ratio, or fewer steps"));
+                     " slots: use longer contexts, a lower ratio or fewer steps"));
   }
   for (const int32_t misses : o.misses) {
     if (misses >= 0 && misses <= o.top_k) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("--misses: expected 0 to ", o.top_k, ", what a row selects, found ", misses));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--misses: expected 0 to ", o.top_k, " (the tokens that a row selects), found ", misses));
   }
   const auto list_bytes = static_cast<size_t>(o.top_k) * sizeof(int32_t);
   const size_t bytes = o.misses.size() * list_bytes;
   SLUICE_ASSIGN_OR_RETURN(Buffer staged,
-                          o.device->Allocate(MemoryKind::kPinned, bytes, "set selections"));
+                          o.device->Allocate(MemoryKind::kPinned, bytes, "forced selections"));
   SLUICE_ASSIGN_OR_RETURN(Buffer lists,
-                          o.device->Allocate(MemoryKind::kDevice, bytes, "set selections"));
+                          o.device->Allocate(MemoryKind::kDevice, bytes, "forced selections"));
   SLUICE_ASSIGN_OR_RETURN(
       Buffer current,
       o.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(o.rows) * list_bytes,
-                         "set selections"));
+                         "forced selections"));
   int64_t phase = 0;
   for (size_t step = 0; step < o.misses.size(); ++step) {
     if (step > 0) phase += o.misses[step];
@@ -68,10 +70,10 @@ absl::StatusOr<std::unique_ptr<SetMisses>> SetMisses::Create(const Options& o) {
   stream->Record(*done);
   done->Wait();
   SLUICE_RETURN_IF_ERROR(o.device->Health());
-  return std::unique_ptr<SetMisses>(new SetMisses(o, std::move(lists), std::move(current)));
+  return std::unique_ptr<ForcedMisses>(new ForcedMisses(o, std::move(lists), std::move(current)));
 }
 
-SelectionObserver SetMisses::Observer() {
+SelectionObserver ForcedMisses::Observer() {
   return [this](Stream& stream, int, const kernels::UnitLists& selected, int32_t first_row,
                 int32_t rows) {
     SLUICE_CHECK(selected.capacity == options_.top_k && first_row + rows <= options_.rows);
@@ -81,7 +83,7 @@ SelectionObserver SetMisses::Observer() {
   };
 }
 
-void SetMisses::BeginStep(Stream& stream, absl::Span<const int64_t> steps) {
+void ForcedMisses::BeginStep(Stream& stream, absl::Span<const int64_t> steps) {
   SLUICE_CHECK(static_cast<int>(steps.size()) <= options_.rows);
   const auto last = static_cast<int64_t>(options_.misses.size()) - 1;
   std::vector<Stream::CopyOp>& copies = copies_[next_];
@@ -96,4 +98,4 @@ void SetMisses::BeginStep(Stream& stream, absl::Span<const int64_t> steps) {
   stream.CopyBatch(copies.data(), copies.size());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

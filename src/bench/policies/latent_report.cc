@@ -1,4 +1,4 @@
-#include "src/bench/policies/latent_rows.h"
+#include "src/bench/policies/latent_report.h"
 
 #include <algorithm>
 #include <optional>
@@ -13,32 +13,32 @@
 #include "src/bench/policies/selection_overlap.h"
 #include "src/config/units.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
-constexpr int kComparedSteps = 16;  // in which rows' selections are compared, at most
+constexpr int kComparedSteps = 16;  // Maximum steps in which selections of rows are compared.
 
 }  // namespace
 
-OverlapOptions LatentRows::OptionsFor(bool set) const {
+OverlapOptions LatentReport::OptionsFor(bool set) const {
   OverlapOptions overlap;
   overlap.steps = static_cast<int>(options_.steps);
   overlap.trace = options_.trace;
   if (!set) overlap.levels = {std::nullopt};
-  if (set) overlap.levels.assign(options_.set_misses.begin(), options_.set_misses.end());
+  if (set) overlap.levels.assign(options_.forced_misses.begin(), options_.forced_misses.end());
   return overlap;
 }
 
-int LatentRows::Tokens() const {
+int LatentReport::Tokens() const {
   int tokens = 0;
   if (options_.overlap) tokens = std::max(tokens, OverlapTokens(OptionsFor(false)));
-  if (!options_.set_misses.empty()) tokens = std::max(tokens, OverlapTokens(OptionsFor(true)));
+  if (!options_.forced_misses.empty()) tokens = std::max(tokens, OverlapTokens(OptionsFor(true)));
   return tokens;
 }
 
-absl::Status LatentRows::Similarity(BenchTiers& tiers, PolicyWorld* world,
-                                    const std::vector<std::string>& policies,
-                                    const std::vector<Context>& contexts) {
+absl::Status LatentReport::Similarity(BenchTiers& tiers, PolicyWorld* world,
+                                      const std::vector<std::string>& policies,
+                                      const std::vector<Context>& contexts) {
   const auto policy = std::find_if(policies.begin(), policies.end(), [](const std::string& name) {
     return absl::StartsWith(name, "ess");
   });
@@ -58,12 +58,12 @@ absl::Status LatentRows::Similarity(BenchTiers& tiers, PolicyWorld* world,
   return absl::OkStatus();
 }
 
-absl::Status LatentRows::Overlap(const PolicyWorld& world, const std::string& policy,
-                                 const std::vector<Context>& contexts, int batch,
-                                 std::vector<StepTrace>* traces) {
+absl::Status LatentReport::Overlap(const PolicyWorld& world, const std::string& policy,
+                                   const std::vector<Context>& contexts, int batch,
+                                   std::vector<StepTrace>* traces) {
   if (OptionsOf(world, policy).name == "full") return absl::OkStatus();
   for (const bool set : {false, true}) {
-    if (set ? options_.set_misses.empty() : !options_.overlap) continue;
+    if (set ? options_.forced_misses.empty() : !options_.overlap) continue;
     SLUICE_ASSIGN_OR_RETURN(OverlapRun run,
                             RunOverlap(world, policy, contexts, batch, OptionsFor(set)));
     absl::StrAppend(&overlap_text_, OverlapLines(run));
@@ -72,13 +72,13 @@ absl::Status LatentRows::Overlap(const PolicyWorld& world, const std::string& po
       overlap_text_.clear();
     }
     report_->details["overlap"].push_back(OverlapJson(run));
-    if (set) absl::StrAppend(&run.trace.name, ", set misses");
+    if (set) absl::StrAppend(&run.trace.name, ", forced misses");
     if (options_.trace && !options_.out.empty()) traces->push_back(std::move(run.trace));
   }
   return absl::OkStatus();
 }
 
-void LatentRows::Finish(const std::vector<PolicyRun>& runs) {
+void LatentReport::Finish(const std::vector<PolicyRun>& runs) {
   if (!overlap_text_.empty()) {
     out_.Print(absl::StrCat("\n", OverlapHeader(), overlap_text_));
     overlap_text_.clear();
@@ -95,4 +95,4 @@ void LatentRows::Finish(const std::vector<PolicyRun>& runs) {
   }
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench
