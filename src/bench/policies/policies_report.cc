@@ -26,7 +26,8 @@ std::string RunLine(const PolicyRun& run) {
 }
 
 std::string NoRoomLine(const std::string& policy, int context, int batch, int largest) {
-  return absl::StrFormat("%-24s %8d %6d  does not fit: at most %d sequences do\n", policy, context, batch, largest);
+  return absl::StrFormat("%-24s %8d %6d  does not fit: at most %d sequences do\n", policy, context,
+                         batch, largest);
 }
 
 Figure RunFigure(const PolicyRun& run) {

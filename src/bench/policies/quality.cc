@@ -76,8 +76,7 @@ absl::StatusOr<QualityTexts> ParseQualityTexts(const std::string& text, int voca
   const json root = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!root.is_object() || !root.contains("schema") || root["schema"] != kSchema) {
     return absl::InvalidArgumentError(absl::StrCat("is not a file of texts: \"schema\" must be \"",
-                                                   kSchema,
-                                                   "\"; tools/sluice texts makes one"));
+                                                   kSchema, "\"; tools/sluice texts makes one"));
   }
   // The library reports missing fields and wrong types by exceptions, which do not leave this
   // function.
