@@ -1,4 +1,4 @@
-// What every Catch2 program of the tests shares.
+// Shared by every Catch2 program of the tests.
 #pragma once
 
 #include <string>

@@ -152,7 +152,7 @@ inline constexpr absl::Duration kMaxFailpointDelay = absl::Minutes(1);
 inline constexpr absl::Duration kMaxFailpointJump = absl::Hours(1000);
 
 // Returns the terms, or INVALID_ARGUMENT, which says which term is wrong and what would be right.
-// For an unknown name it gives the nearest known one.
+// It gives the nearest known name for an unknown one.
 absl::StatusOr<std::vector<FailpointTerm>> ParseFailpoints(std::string_view terms);
 // Returns the term in the form that ParseFailpoints reads.
 std::string FormatFailpoint(const FailpointTerm& term);

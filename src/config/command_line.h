@@ -12,7 +12,7 @@
 
 namespace sluice {
 
-// What a program is asked to do.
+// The things that a program can be asked to do.
 enum class Action {
   kRun,
   kHelp,         // print HelpText()

@@ -30,7 +30,7 @@ struct Manifest {
 // The most bytes that a tenant's name or a rendezvous_key may have.
 inline constexpr size_t kMaxNameBytes = 128;
 
-// What a node takes at most, and which model it serves.
+// The limits of a node, and the model that it serves.
 struct ManifestLimits {
   std::string model_fingerprint;
   uint32_t vocab_size = 0;

@@ -120,9 +120,9 @@ class TransferStore {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Gives up the claims of a landing, and with them its share of the transfer.
   void EndLanding(std::shared_ptr<Transfer> transfer, absl::Span<const size_t> claimed);
-  // What TransferTable::TakeReady returns.
+  // Implements TransferTable::TakeReady.
   absl::StatusOr<std::shared_ptr<Transfer>> TakeReady(AttachId id);
-  // What TransferTable::Reap returns and sets.
+  // Implements TransferTable::Reap.
   absl::Time Reap(uint64_t* expired);
 
   // ---- Looking ----
@@ -152,7 +152,7 @@ class TransferStore {
   Attachments attachments_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<std::string, Taken> taken_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::string> taken_order_ ABSL_GUARDED_BY(mutex_);
-  // What the Lock that is held has ended, and the ids among it whose lease expired.
+  // The transfers that the held Lock has ended, and the ids among them whose lease expired.
   std::vector<std::shared_ptr<Transfer>> ended_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> ended_by_lease_ ABSL_GUARDED_BY(mutex_);
 };

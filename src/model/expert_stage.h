@@ -44,7 +44,7 @@ class ExpertStage {
   Buffer weights_;  // float32 [rows][k]
   Buffer pairs_;    // int32 [rows * k]
   Buffer begins_;   // int32 [routed + 1]
-  // By pairs of a row and a choice. The pairs of padded rows are not written.
+  // Indexed by pairs of a row and a choice. The pairs of padded rows are not written.
   Buffer gate_up_;    // float32 [rows * k][2 * intermediate]
   Buffer activated_;  // activation [rows * k][intermediate]
   Buffer results_;    // float32 [rows * k][hidden]

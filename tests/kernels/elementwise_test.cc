@@ -115,9 +115,9 @@ void TestEmbedding(const KernelTable& table, Random& random) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("embedding takes the token's row; padding and bad tokens give zeros",
+SLUICE_TEST_ON_EVERY_PATH("embedding takes the token's row, and zeros for padding and bad tokens",
                           TestEmbedding)
-TEST_CASE("embedding takes the token's row; padding and bad tokens give zeros (reference)",
+TEST_CASE("embedding takes the token's row, and zeros for padding and bad tokens (reference)",
           "[kernels]") {
   OnPath("reference", TestEmbedding);
 }

@@ -24,7 +24,7 @@ struct Outcome {
   double recall = 0;  // Mean over all steps and layers.
   // Steps whose best token differs from the golden one, with a margin above kNearTie.
   int other_tokens = 0;
-  // For lists that differ from the reference's: the largest distance between the reference's scores
+  // If lists differ from the reference's, the largest distance between the reference's scores
   // of what was left out and of what came instead, as a part of the range of scores.
   double gap = 0;
   static constexpr float kNearTie = 0.05f;

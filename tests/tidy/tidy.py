@@ -17,6 +17,7 @@ link      The library of a folder of src/ lists, in its own CMakeLists.txt, ever
 room      A large folder (ROOMED) is divided into rooms, a folder and a library each. Every source file
           lies in a room, includes among rooms form no circle, and a room under src/ links the rooms
           that it includes.
+name      No test case has a semicolon in its name: ctest would cut the name there and run nothing.
 page      README.md has at most 250 lines, every other Markdown page at most 400. A relative link in a
           page leads to a file or folder of the tree and, with an anchor, to a heading of that page.
 """
@@ -28,7 +29,7 @@ import pathlib
 import re
 import sys
 
-# From the top down; includes point down.
+# Layers from the top down; includes point down.
 LAYERS = ["server", "profile", "bench", "facade", "service", "prefill", "engine", "scheduler", "model", "attention", "kv",
           "request", "sampling", "device", "metrics", "config", "base"]
 KERNEL_CONTRACTS = {"kernels/params.h": "sluice_kernel_params",
@@ -272,12 +273,23 @@ def check_pages(tree):
                 yield f"page: {name} links {link}: no such heading"
 
 
+TEST_NAME = re.compile(r'\b(?:TEST_CASE|SLUICE_TEST_\w+)\(\s*"([^"]*)"')
+
+
+def check_test_names(tree):
+    for file in tree.files:
+        if file.startswith("tests/"):
+            for name in TEST_NAME.findall(tree.text(file)):
+                if ";" in name:
+                    yield f"name: {file}: the name of a test case has a semicolon: {name}"
+
+
 def breaches(source_dir, build_dir, cuda):
     tree = Tree(source_dir)
     if not tree.files:
         return [f"there are no sources under {source_dir}"]
     return [*check_include_direction(tree), *check_every_source_is_built(tree, build_dir, cuda),
-            *check_every_header_is_included(tree), *check_links(tree), *check_rooms(tree),
+            *check_every_header_is_included(tree), *check_links(tree), *check_rooms(tree), *check_test_names(tree),
             *check_pages(tree)]
 
 

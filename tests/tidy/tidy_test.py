@@ -143,6 +143,10 @@ class TidyTest(unittest.TestCase):
                              "sluice_library(sluice_kv  # not sluice_base\n  SRCS pool.cc)\n"})
 
 
+    def test_a_semicolon_in_the_name_of_a_test(self):
+        self.expect("name: tests/unit/kv/pool_test.cc", "one; two", changes={
+            "tests/unit/kv/pool_test.cc": 'TEST_CASE(\n    "one; two") {}\n#include "kernels/cpu/gemm.h"\n'})
+
     def test_rooms(self):
         tidy_rooms = {
             "src/service/CMakeLists.txt": "",

@@ -187,7 +187,7 @@ class MlaWalk {
     at_.window_piece = at_.piece;
     at_.then = false;
   }
-  // For two lists: moves to the next piece from here on whose turn it is, or past the end.
+  // Used with two lists. Moves to the next piece from here on whose turn it is, or past the end.
   __host__ __device__ void FindPiece() {
     while (true) {
       if (at_.then && at_.piece < at_.first_pieces) {

@@ -31,8 +31,8 @@ class ForcedMisses {
     // Lists use positions [0, tokens); none of them is in the pool at first.
     int64_t tokens = 0;
     int64_t places = 0;  // Slots in a pool.
-    // By step: the entries of its list that are not in the list of the step before. The first step
-    // misses all its entries, so its count does not matter.
+    // For each step, the entries of its list that are not in the list of the step before. The first
+    // step misses all its entries, so its count does not matter.
     std::vector<int32_t> misses;
   };
   // INVALID_ARGUMENT: the pool is so large, or the misses so many, that positions would come back

@@ -216,7 +216,7 @@ class RecordedKv : public ChunkedKv {
     return ids;
   }
 
-  // For each block and head: the keys of its tokens, then the values.
+  // A block has, for each head, the keys of its tokens and then the values.
   v1::WriteRequest& Fill(uint32_t layer, size_t index, const ChunkPlan& chunk) override {
     const CacheKind& kv = kind(index);
     // Elements of one head's keys or values.

@@ -1,4 +1,4 @@
-// What CUDA finds on this machine, and whether Sluice can run on it.
+// Describes the GPUs that CUDA finds on this machine, and tells whether Sluice can run on them.
 #pragma once
 
 #include <string>

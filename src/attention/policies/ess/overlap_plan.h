@@ -30,7 +30,7 @@ class OverlapPlan {
     StageRates rates;
     MissProfile profile;
     double selected = 0;  // Most entries that a row attends to.
-    // What is expected before anything is observed: sequences of `context` tokens, with places for
+    // Loads expected before anything is observed: sequences of `context` tokens, with places for
     // the share `ratio` of them. At 1 everything has a place and nothing is missed.
     int64_t context = 0;
     double ratio = 0;

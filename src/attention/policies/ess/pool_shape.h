@@ -24,7 +24,7 @@ struct EssPoolShape {
   int64_t block_tokens = 0;  // Tokens of a page of latent entries.
   int64_t least_places = 0;  // Lower bound on places, whatever the ratio is.
   double ratio = 0;          // Places per token; 0: `auto`.
-  // With `auto`: places that each of `slots` sequences has at least; else 0.
+  // The least number of places of each of `slots` sequences under `auto`; 0 otherwise.
   int64_t fair_places = 0;
   int layers = 1;
   // How the places of all layers are divided among them (pool_division.h): one share for each

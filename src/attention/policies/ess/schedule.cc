@@ -6,7 +6,7 @@
 namespace sluice {
 
 double AddedTime(Overlap overlap, const StageTimes& t) {
-  // What follows the indexer's scores where nothing overlaps and nothing is fetched.
+  // The stages that follow the indexer's scores where nothing overlaps and nothing is fetched.
   const double none = t.beside + t.prepare + t.attend;
   // Attention begins with the transfer of the last rows, which waits for the queries.
   const double begin = std::max(t.prepare, t.beside);

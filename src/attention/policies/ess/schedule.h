@@ -27,7 +27,7 @@ struct StageTimes {
   double attend = 0;    // Attn0 and Attn1
   double index = 0;     // Logits and top-k of all rows.
   double branch = 2.9;  // A fork and a join: two graph nodes with their dependencies.
-  // What two halves add to the indexer and UpdateResidency: launches and tails.
+  // Time that two halves add to the indexer and UpdateResidency: launches and tails.
   double halves = 10;
   double spared = 0;  // What attention loses with the processors that it leaves to the transfer.
   double beside = 0;  // Top-k and UpdateResidency, beneath which PreAttn can run.

@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/block_tables.h"
-#include "src/attention/latent/latent_attention.h"
 #include "src/attention/latent/latent_views.h"
+#include "src/attention/latent/resident_latent_attention.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"

@@ -115,7 +115,7 @@ std::vector<Result> RunBeside(const std::string& term, int when) {
   return rows;
 }
 
-TEST_CASE("ess: a transfer that is lost ends its own sequence; the others give the same bits") {
+TEST_CASE("ess: a transfer that is lost ends its own sequence, and the others give the same bits") {
   const std::vector<Result> want = RunBeside("", -1);
   REQUIRE(RunBeside("attention.warm_up=error*1", 0) == want);
   REQUIRE(RunBeside("attention.gather=error*1", 1) == want);

@@ -1,4 +1,4 @@
-#include "src/attention/latent/latent_attention.h"
+#include "src/attention/latent/resident_latent_attention.h"
 
 #include <algorithm>
 #include <utility>
