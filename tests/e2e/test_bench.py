@@ -144,15 +144,15 @@ def test_misses_are_those_that_were_set_and_steps_come_with_and_without_transfer
     assert all(0.3 < share < 1 for share in shares)
     assert shares.index(min(shares)) == own.index(max(own))
     for own, asked in (found[0:2], found[2:4]):
-        assert [level["set_misses"] for level in own["levels"]] == [None]
+        assert [level["forced_misses"] for level in own["levels"]] == [None]
         assert len(set(own["levels"][0]["misses_by_layer"])) > 1, "layers drift at paces of their own"
-        assert [level["set_misses"] for level in asked["levels"]] == [0, 9, 64]
+        assert [level["forced_misses"] for level in asked["levels"]] == [0, 9, 64]
         for level in asked["levels"]:
-            assert level["misses_by_layer"] == [level["set_misses"]] * 4
+            assert level["misses_by_layer"] == [level["forced_misses"]] * 4
             assert level["step_seconds"]["median"] > 0 and level["without_seconds"]["median"] > 0
             # Packed entries of 656 bytes, for two sequences in four layers.
-            assert level["bytes"] == level["set_misses"] * 656 * 2 * 4
-            if level["set_misses"] > 0:
+            assert level["bytes"] == level["forced_misses"] * 656 * 2 * 4
+            if level["forced_misses"] > 0:
                 exposed = level["step_seconds"]["median"] - level["without_seconds"]["median"]
                 assert level["hidden"] == pytest.approx(1 - exposed / level["alone_seconds"])
                 assert level["coverable_seconds"] > 0

@@ -81,7 +81,7 @@ nlohmann::json OverlapJson(const OverlapRun& run) {
     const auto timing = [](const Timing& t) {
       return nlohmann::json{{"median", t.median}, {"p10", t.low}, {"p90", t.high}};
     };
-    nlohmann::json j = {{"set_misses", nullptr},
+    nlohmann::json j = {{"forced_misses", nullptr},
                         {"misses", SpreadOfLayers(level.misses).mean},
                         {"misses_by_layer", level.misses},
                         {"step_seconds", timing(level.step)},
@@ -94,7 +94,7 @@ nlohmann::json OverlapJson(const OverlapRun& run) {
                         {"rate_seconds", level.rate_seconds},
                         {"hidden", level.HiddenOf(level.alone.seconds)},
                         {"hidden_by_rate", level.HiddenOf(level.rate_seconds)}};
-    if (level.set.has_value()) j["set_misses"] = *level.set;
+    if (level.set.has_value()) j["forced_misses"] = *level.set;
     if (level.inside.has_value()) {
       j["inside_seconds"] = level.inside->seconds;
       j["inside_calls"] = level.inside->calls;
