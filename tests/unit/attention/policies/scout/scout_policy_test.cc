@@ -447,7 +447,7 @@ void FailingWorker(const PolicyRig::Shape& shape) {
   }
 }
 SLUICE_TEST_ON_CPU_AND_GPU(
-    "a worker that fails ends its group's sequences; the others' bits stay their own",
+    "a worker that fails ends its group's sequences, and the others' bits stay their own",
     FailingWorker)
 
 TEST_CASE("options out of range are refused by name") {
