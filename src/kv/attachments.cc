@@ -1,8 +1,10 @@
 #include "src/kv/attachments.h"
 
+#include <utility>
+
 namespace sluice {
 
-AttachId Attachments::Add(Attachment attachment) {
+AttachId Attachments::Add(Attachment&& attachment) {
   const AttachId id = next_++;
   all_.emplace(id, std::move(attachment));
   return id;

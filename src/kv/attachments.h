@@ -45,7 +45,7 @@ class Attachments {
   Attachment Remove(AttachId id);
 
  private:
-  AttachId Add(Attachment attachment);
+  AttachId Add(Attachment&& attachment);
 
   AttachId next_ = 1;
   absl::flat_hash_map<AttachId, Attachment> all_;
