@@ -28,5 +28,8 @@ def read_until(terminal, words, seconds=20):
     while words not in shown:
         ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
         assert ready, shown
-        shown += os.read(terminal, 4096).decode()
+        try:
+            shown += os.read(terminal, 4096).decode()
+        except OSError as error:  # The program has ended.
+            raise AssertionError(f"the program ended without showing {words!r}; it showed: {shown}") from error
     return shown

@@ -247,7 +247,7 @@ def test_a_failed_request_makes_the_run_fail(tiny_models, start):
     # The test has a node of its own, because transfers that the server has opened when the caller gives up stay until
     # their lease ends.
     node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "4MiB")
-    report = report_of("serve", "--decode", node.address, "--requests", 3, "--output", 5, "--prompt", 10,
+    report = report_of("serve", "--decode", node.address, "--requests", 3, "--output", 200, "--prompt", 10,
                        "--timeout", "1ms", status=1)
     phase = report["details"]["phases"][0]
     assert phase["failed"] == 3 and set(phase["errors"]) == {"DEADLINE_EXCEEDED"}

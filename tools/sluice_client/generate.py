@@ -1,8 +1,12 @@
 """Generates from a prompt: one node prefills, the other decodes. The command `generate` is here too."""
 
+import contextlib
 import json
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Callable
 
@@ -14,6 +18,36 @@ from sluice_client.errors import ToolError
 from sluice_client.text import IncrementalDecoder, StopFilter, Text
 
 _FINISH_NAMES = {decode_pb2.FINISH_REASON_STOP: "stop", decode_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+@contextlib.contextmanager
+def _cancelled_by_ctrl_c(call: grpc.Call) -> Iterator[None]:
+    """Lets Ctrl-C cancel `call`, and raises KeyboardInterrupt once the call has ended by that.
+
+    A KeyboardInterrupt in the midst of gRPC's waiting may leave its locks in a state in which the next call fails. Only
+    the main thread gets one; anywhere else, and where the caller has a handler of its own, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread() or (
+            signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
+        yield
+        return
+    pressed = False
+
+    def on_interrupt(*_) -> None:
+        nonlocal pressed
+        pressed = True
+        call.cancel()
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    except grpc.RpcError:
+        if not pressed:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 @dataclass
@@ -90,19 +124,20 @@ def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.Sa
     with rpc.open_channel(decode_address) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).Generate(request, timeout=timeout)
         try:
-            for message in call:
-                now = time.monotonic()
-                for token in message.tokens:
-                    if result.ttft_seconds is None:
-                        result.ttft_seconds = now - started
-                    else:
-                        result.itl_seconds.append(now - last)
-                    last = now
-                    result.add(token, sampling.HasField("logprobs"))
-                    if on_token:
-                        on_token(token.id)
-                if message.HasField("finish"):
-                    _finish(result, message.finish)
+            with _cancelled_by_ctrl_c(call):
+                for message in call:
+                    now = time.monotonic()
+                    for token in message.tokens:
+                        if result.ttft_seconds is None:
+                            result.ttft_seconds = now - started
+                        else:
+                            result.itl_seconds.append(now - last)
+                        last = now
+                        result.add(token, sampling.HasField("logprobs"))
+                        if on_token:
+                            on_token(token.id)
+                    if message.HasField("finish"):
+                        _finish(result, message.finish)
         except grpc.RpcError as error:
             raise rpc.CallError(error, decode_address) from error
         finally:
