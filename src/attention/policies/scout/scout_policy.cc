@@ -68,10 +68,15 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
-  // digests: least and greatest K of a block
+  // Every block's digest is read once, and that of a shortlisted block again, with its key codes.
   int64_t MetadataBytes(int64_t tokens) const override {
-    return kv().BlocksFor(tokens) * shape_.kv_heads * 2 * shape_.head_dim *
-           SizeOf(kv().element_type);
+    const int64_t digest = int64_t{2} * shape_.head_dim * SizeOf(kv().element_type);
+    const int64_t codes = int64_t{shape_.block_tokens} * 2 *
+                          kernels::KeyCodeWords(shape_.head_dim) *
+                          static_cast<int64_t>(sizeof(int32_t));
+    const int64_t blocks = kv().BlocksFor(tokens);
+    return shape_.kv_heads * (blocks * digest + std::min<int64_t>(blocks, shape_.shortlist_blocks) *
+                                                    (digest + codes));
   }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
@@ -161,6 +166,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
       digest.first_positions = row.first_positions;
       digest.positions = row.positions;
       digest.rows = 1;
+      if (shape_.shortlist_blocks > 0) digest.codes = tier().Array(layer, kScoutKeyCodes);
       kernels().Digest(stream, digest);
       if (knows) first_.Fetch(stream, layer, slot, row);
       const int32_t* const first_since = scratch_.first_since.as<int32_t>();
@@ -201,7 +207,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
     return scratch_.due.as<int32_t>() + int64_t{layer} * shape_.rows;
   }
 
-  // Extends the newest block's digest by the row's own token.
+  // Extends the newest block's digest by the row's own token, and makes the key codes of a block
+  // that this token completes.
   void ExtendDigests(Stream& stream, int layer, const Queries& queries) {
     kernels::DigestParams digest{};
     digest.cache = tier().Ring(layer);
@@ -209,6 +216,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     digest.slots = queries.slots;
     digest.positions = queries.positions;
     digest.rows = queries.rows;
+    if (shape_.shortlist_blocks > 0) digest.codes = tier().Array(layer, kScoutKeyCodes);
     kernels().Digest(stream, digest);
   }
 
@@ -305,6 +313,12 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
           ? std::min(static_cast<int32_t>(kind.BlocksFor(options.scout.resident_tokens)),
                      shape.most_blocks)
           : shape.budget_blocks - kScoutLastBlocks;
+  if (options.scout.key_codes) {
+    shape.shortlist_blocks =
+        std::min(std::max(kScoutShortlistBudgets * shape.budget_blocks,
+                          static_cast<int32_t>(kind.BlocksFor(kScoutShortlistTokens))),
+                 shape.most_blocks);
+  }
   shape.resident_blocks =
       options.scout.attend_whole ? shape.recall_blocks + kScoutRingBlocks : shape.budget_blocks;
   return shape;
@@ -355,6 +369,9 @@ absl::StatusOr<std::unique_ptr<ScoutPolicy>> ScoutPolicyImpl::Create(const Polic
   tier_options.recall_blocks = shape.recall_blocks;
   tier_options.unit_tokens = kind.block_tokens;
   tier_options.arrays = {{"digests", kind.block_tokens, 2 * shape.head_dim, kind.element_type}};
+  if (shape.shortlist_blocks > 0) {
+    tier_options.arrays.push_back({"key codes", 1, 2 * kernels::KeyCodeWords(shape.head_dim)});
+  }
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
 
   CoAttention::Options co_options;
