@@ -18,7 +18,8 @@ namespace sluice::kernels {
 
 SLUICE_PLAIN_PARAMS(WeightMatrix, 32);
 SLUICE_PLAIN_PARAMS(EmbeddingParams, 80);
-SLUICE_PLAIN_PARAMS(RmsNormParams, 80);
+SLUICE_PLAIN_PARAMS(AheadNormParams, 88);
+SLUICE_PLAIN_PARAMS(RmsNormParams, 144);
 SLUICE_PLAIN_PARAMS(LinearParams, 72);
 SLUICE_PLAIN_PARAMS(RopeTableParams, 40);
 SLUICE_PLAIN_PARAMS(PagedCache, 56);
@@ -65,7 +66,7 @@ SLUICE_PLAIN_PARAMS(CombineParams, 48);
 
 static_assert(offsetof(EmbeddingParams, table) == 32, "EmbeddingParams::table");
 static_assert(offsetof(RmsNormParams, out_type) == 52, "RmsNormParams::out_type");
-static_assert(offsetof(RmsNormParams, also_rows) == 72, "RmsNormParams::also_rows");
+static_assert(offsetof(RmsNormParams, ahead) == 56, "RmsNormParams::ahead");
 static_assert(offsetof(LinearParams, bias) == 40, "LinearParams::bias");
 static_assert(offsetof(LinearParams, accumulate) == 68, "LinearParams::accumulate");
 static_assert(offsetof(PagedCache, block_tokens) == 32, "PagedCache::block_tokens");
