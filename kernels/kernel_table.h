@@ -48,6 +48,7 @@ struct KernelTable {
   void (*split)(const SplitParams&, Worker);
   void (*recall_due)(const RecallDueParams&, Worker);
   void (*recall)(const RecallParams&, Worker);
+  void (*retain)(const RetainParams&, Worker);
   void (*write_through)(const WriteThroughParams&, Worker);
   void (*sparse_attention)(const SparseAttentionParams&, Worker);
   void (*moving_average)(const MovingAverageParams&, Worker);

@@ -45,6 +45,7 @@ SLUICE_PLAIN_PARAMS(SplitParams, 232);
 SLUICE_PLAIN_PARAMS(SparseCounters, 40);
 SLUICE_PLAIN_PARAMS(RecallDueParams, 104);
 SLUICE_PLAIN_PARAMS(RecallParams, 328);
+SLUICE_PLAIN_PARAMS(RetainParams, 200);
 SLUICE_PLAIN_PARAMS(WriteThroughParams, 88);
 SLUICE_PLAIN_PARAMS(SparseAttentionParams, 160);
 SLUICE_PLAIN_PARAMS(MovingAverageParams, 208);

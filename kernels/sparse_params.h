@@ -282,6 +282,21 @@ struct RecallParams {
   int32_t unit_tokens;
 };
 
+// Keeps what leaves the ring. Where position positions[r] + 1 begins a unit, unit u = (positions[r]
+// + 1) / unit_tokens - ring is no longer among the newest `ring` ones then, and its place in the
+// ring is the new unit's. If u >= 0 and u has no place behind the ring, it is given one by the rule
+// of Recall: a free one, else that of the unit selected longest ago, never one that was stamped
+// with positions[r], with which the new place is stamped. Its K and V are copied from its place in
+// the ring to the new one. Where no place is to be given, nothing changes.
+struct RetainParams {
+  ResidencyTable residency;
+  const int32_t* slots;
+  const int32_t* positions;
+  PagedCache resident;  // as in RecallParams
+  int32_t rows;
+  int32_t unit_tokens;
+};
+
 // Copies each row's K and V, as RopeAppendParams::written holds them, to their position in `home`.
 // Rows may be of any kind.
 struct WriteThroughParams {

@@ -16,6 +16,7 @@ void TopK(const TopKParams& p, Worker worker);
 void Split(const SplitParams& p, Worker worker);
 void RecallDue(const RecallDueParams& p, Worker worker);
 void Recall(const RecallParams& p, Worker worker);
+void Retain(const RetainParams& p, Worker worker);
 void WriteThrough(const WriteThroughParams& p, Worker worker);
 void UpdateResidency(const UpdateResidencyParams& p, Worker worker);
 void Route(const RouteParams& p, Worker worker);

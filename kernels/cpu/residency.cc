@@ -1,5 +1,5 @@
-// The operators on residency: Split, RecallDue, Recall, WriteThrough. They work on integers and
-// copies, for every path.
+// The operators on residency: Split, RecallDue, Recall, Retain, WriteThrough. They work on integers
+// and copies, for every path.
 #include <cstring>
 
 #include "kernels/cpu/cpu_tables.h"
@@ -86,6 +86,26 @@ int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, 
   return static_cast<int32_t>(piece * 2 * c.block_tokens + at % c.block_tokens);
 }
 
+// Writes that `unit` has the place now, and the unit before it, if there was one, has none.
+void Assign(const ResidencyTable& t, int64_t slot, int64_t head, int32_t place, int32_t unit,
+            int32_t position) {
+  int32_t* row = TableRow(t.places, slot, place, head);
+  if (row[0] >= 0) *TableRow(t.place_of, slot, row[0], head) = -1;
+  row[0] = unit;
+  row[1] = position;
+  *TableRow(t.place_of, slot, unit, head) = place;
+}
+
+// Offers the heap every place of the list that may be given.
+void OfferPlaces(const ResidencyTable& t, int64_t slot, int64_t head, int32_t position,
+                 PlaceHeap* heap) {
+  for (int32_t place = t.ring; place < t.count; ++place) {
+    const int32_t* row = TableRow(t.places, slot, place, head);
+    if (row[0] == kNoPlace || (row[0] >= 0 && row[1] == position)) continue;
+    heap->Offer(row[0] < 0 ? PlaceHeap::kFree : row[1], place);
+  }
+}
+
 // Returns how many units of the list were given a place.
 int32_t RecallList(const RecallParams& p, int64_t list) {
   const ResidencyTable& t = p.residency;
@@ -94,19 +114,11 @@ int32_t RecallList(const RecallParams& p, int64_t list) {
   const int32_t* units = p.missing.units + moves;
   PlaceHeap heap(p.source_units + moves, p.target_units + moves, p.missing.counts[list]);
   if (p.missing.counts[list] == 0) return 0;
-  for (int32_t place = t.ring; place < t.count; ++place) {
-    const int32_t* row = TableRow(t.places, slot, place, head);
-    if (row[0] == kNoPlace || (row[0] >= 0 && row[1] == p.positions[r])) continue;
-    heap.Offer(row[0] < 0 ? PlaceHeap::kFree : row[1], place);
-  }
+  OfferPlaces(t, slot, head, p.positions[r], &heap);
   heap.Sort();
   for (int32_t i = 0; i < heap.count(); ++i) {
     const int32_t place = p.target_units[moves + i];
-    int32_t* row = TableRow(t.places, slot, place, head);
-    if (row[0] >= 0) *TableRow(t.place_of, slot, row[0], head) = -1;
-    row[0] = units[i];
-    row[1] = p.positions[r];
-    *TableRow(t.place_of, slot, units[i], head) = place;
+    Assign(t, slot, head, place, units[i], p.positions[r]);
     p.source_units[moves + i] = PieceIndex(p.home, slot, head, units[i], p.unit_tokens);
     p.target_units[moves + i] = PieceIndex(p.resident, slot, head, place, p.unit_tokens);
   }
@@ -163,6 +175,37 @@ void Recall(const RecallParams& p, Worker worker) {
     __atomic_fetch_add(&p.counters[slot].recalled, int64_t{p.move_counts[list]} * p.unit_tokens,
                        __ATOMIC_RELAXED);
     if (list % p.kv_heads == 0) p.counters[slot].recalls += 1;
+  }
+}
+
+void Retain(const RetainParams& p, Worker worker) {
+  const ResidencyTable& t = p.residency;
+  const PagedCache& c = p.resident;
+  if (p.unit_tokens != 1 && p.unit_tokens != c.block_tokens) {
+    KernelCheckFailed("retain: a unit is a block or a token");
+  }
+  const int64_t row_bytes = int64_t{c.head_dim} * SizeOf(c.type);
+  const int64_t values = c.block_tokens * row_bytes;  // from K to V
+  const auto bytes = static_cast<size_t>(p.unit_tokens * row_bytes);
+  const Range mine = Share(int64_t{p.rows} * c.kv_heads, worker);
+  for (int64_t list = mine.begin; list < mine.end; ++list) {
+    const int64_t r = list / c.kv_heads, head = list % c.kv_heads, slot = p.slots[r];
+    const int32_t next = p.positions[r] + 1, unit = next / p.unit_tokens - t.ring;
+    if (slot < 0 || next % p.unit_tokens != 0 || unit < 0) continue;
+    if (*TableRow(t.place_of, slot, unit, head) >= 0) continue;
+    int32_t stamp = 0, place = -1;
+    PlaceHeap heap(&stamp, &place, 1);
+    OfferPlaces(t, slot, head, p.positions[r], &heap);
+    if (heap.count() == 0) continue;
+    Assign(t, slot, head, place, unit, p.positions[r]);
+    const auto key = [&](int64_t at) {
+      return static_cast<char*>(c.base) +
+             KeyIndex(c, slot, at * p.unit_tokens, head) * SizeOf(c.type);
+    };
+    const char* from = key(unit % t.ring);
+    char* to = key(place);
+    std::memcpy(to, from, bytes);
+    std::memcpy(to + values, from + values, bytes);
   }
 }
 

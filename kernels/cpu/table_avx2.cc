@@ -136,6 +136,7 @@ const KernelTable& Avx2Table() {
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
+      .retain = Retain,
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention<SimdAttention<Avx2>>,
       .moving_average = MovingAverage<Avx2>,

@@ -50,6 +50,7 @@ const KernelTable& Avx512Bf16Table() {
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
+      .retain = Retain,
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention<SimdAttention<Avx512>>,
       .moving_average = MovingAverage<Avx512>,

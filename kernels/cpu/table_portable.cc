@@ -99,6 +99,7 @@ const KernelTable& PortableTable() {
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
+      .retain = Retain,
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention<SimdAttention<Portable>>,
       .moving_average = MovingAverage<Portable>,

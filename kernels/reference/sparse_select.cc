@@ -34,6 +34,26 @@ int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int64_t new
   return *TableRow(t.place_of, slot, unit, head);
 }
 
+// Gives `unit` the place of the table that is to be given next, stamps it with `position` and
+// returns it; -1: none is to be given.
+int32_t GivePlace(const ResidencyTable& t, int64_t slot, int64_t head, int32_t position,
+                  int32_t unit) {
+  constexpr int64_t kFree = std::numeric_limits<int64_t>::min();
+  std::pair<int64_t, int32_t> best = {std::numeric_limits<int64_t>::max(), -1};
+  for (int32_t place = t.ring; place < t.count; ++place) {
+    const int32_t* row = TableRow(t.places, slot, place, head);
+    if (row[0] == kNoPlace || (row[0] >= 0 && row[1] == position)) continue;
+    best = std::min(best, {row[0] < 0 ? kFree : row[1], place});
+  }
+  if (best.second < 0) return -1;
+  int32_t* row = TableRow(t.places, slot, best.second, head);
+  if (row[0] >= 0) *TableRow(t.place_of, slot, row[0], head) = -1;
+  row[0] = unit;
+  row[1] = position;
+  *TableRow(t.place_of, slot, unit, head) = best.second;
+  return best.second;
+}
+
 // Returns the index of a block, or of a token's K row, among the pieces of that size in `cache`;
 // `at` is the unit or place. See RecallParams.
 int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, int64_t tokens) {
@@ -161,28 +181,43 @@ void Recall(const RecallParams& p, Worker worker) {
       p.move_counts[list] = 0;
       if (!due) continue;
       for (int32_t unit : ListOf(p.missing, list)) {
-        constexpr int64_t kFree = std::numeric_limits<int64_t>::min();
-        std::pair<int64_t, int32_t> best = {std::numeric_limits<int64_t>::max(), -1};
-        for (int32_t place = t.ring; place < t.count; ++place) {
-          const int32_t* row = TableRow(t.places, slot, place, h);
-          if (row[0] == kNoPlace || (row[0] >= 0 && row[1] == p.positions[r])) continue;
-          best = std::min(best, {row[0] < 0 ? kFree : row[1], place});
-        }
-        if (best.second < 0) break;
-        int32_t* row = TableRow(t.places, slot, best.second, h);
-        if (row[0] >= 0) *TableRow(t.place_of, slot, row[0], h) = -1;
-        row[0] = unit;
-        row[1] = p.positions[r];
-        *TableRow(t.place_of, slot, unit, h) = best.second;
+        const int32_t place = GivePlace(t, slot, h, p.positions[r], unit);
+        if (place < 0) break;
         const int64_t move = list * p.missing.capacity + p.move_counts[list]++;
         p.source_units[move] = PieceIndex(p.home, slot, h, unit, p.unit_tokens);
-        p.target_units[move] = PieceIndex(p.resident, slot, h, best.second, p.unit_tokens);
+        p.target_units[move] = PieceIndex(p.resident, slot, h, place, p.unit_tokens);
       }
       moved += p.move_counts[list];
     }
     if (!due || p.counters == nullptr) continue;
     p.counters[slot].recalled += moved * p.unit_tokens;
     p.counters[slot].recalls += 1;
+  }
+}
+
+void Retain(const RetainParams& p, Worker worker) {
+  const ResidencyTable& t = p.residency;
+  const PagedCache& c = p.resident;
+  if (p.unit_tokens != 1 && p.unit_tokens != c.block_tokens) {
+    KernelCheckFailed("retain: a unit is a block or a token");
+  }
+  const int64_t values = int64_t{c.block_tokens} * c.head_dim;  // from K to V
+  const Range mine = Share(int64_t{p.rows} * c.kv_heads, worker);
+  for (int64_t list = mine.begin; list < mine.end; ++list) {
+    const int64_t r = list / c.kv_heads, head = list % c.kv_heads, slot = p.slots[r];
+    const int32_t next = p.positions[r] + 1, unit = next / p.unit_tokens - t.ring;
+    if (slot < 0 || next % p.unit_tokens != 0 || unit < 0) continue;
+    if (*TableRow(t.place_of, slot, unit, head) >= 0) continue;
+    const int32_t place = GivePlace(t, slot, head, p.positions[r], unit);
+    if (place < 0) continue;
+    for (int64_t i = 0; i < p.unit_tokens; ++i) {
+      const int64_t from = KeyIndex(c, slot, unit % t.ring * p.unit_tokens + i, head);
+      const int64_t to = KeyIndex(c, slot, int64_t{place} * p.unit_tokens + i, head);
+      for (int64_t d = 0; d < c.head_dim; ++d) {
+        Put(c.base, c.type, to + d, Get(c.base, c.type, from + d));
+        Put(c.base, c.type, to + values + d, Get(c.base, c.type, from + values + d));
+      }
+    }
   }
 }
 

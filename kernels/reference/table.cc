@@ -28,6 +28,7 @@ const KernelTable& Table() {
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
+      .retain = Retain,
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention,
       .moving_average = MovingAverage,

@@ -40,6 +40,12 @@ class AttentionPolicy : public SequencePlacement, public PolicyStatisticsSource 
   // Returns the policy's attention over latents, or null if it is not for such caches.
   virtual LatentAttention* latent_attention() = 0;
 
+  // Returns up to how many tokens, its own included, a sequence's decode row attends to all of them
+  // (or to all that the model's own indexer selects), with its real queries: what it computes is
+  // then what policy full computes, within what two kernel paths differ by. At most max_context.
+  // Rows of prompts always do. Any thread.
+  virtual int64_t exact_tokens() const = 0;
+
   // The functions below belong to the engine's thread.
 
   // Returns the maximum number of decode rows that one sequence may have in a step.

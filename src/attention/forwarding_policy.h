@@ -22,6 +22,7 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
   LatentAttention* latent_attention() override {
     return policy_->latent_attention() == nullptr ? nullptr : this;
   }
+  int64_t exact_tokens() const override { return policy_->exact_tokens(); }
   Footprint FootprintOf(int64_t context, int64_t total) const override {
     return policy_->FootprintOf(context, total);
   }

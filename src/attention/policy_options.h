@@ -55,11 +55,14 @@ struct PolicyOptions {
   struct Scout {
     float share_limit = 0.12f;       // beta: largest share of the budget that the CPU attends to
     std::vector<int32_t> intervals;  // steps between recalls, by layer; empty: a controller decides
-    // False: blocks are selected by their digests alone, as published.
+    // False, for benches: blocks are selected by their digests alone, as published.
     bool key_codes = true;
-    bool layer_ahead = true;    // false: the CPU gets the real query, once it is known
-    bool recall = true;         // false: recall only in a sequence's first step
-    bool attend_whole = false;  // true: attend to all resident blocks, selected or not
+    bool layer_ahead = true;  // false: the CPU gets the real query, once it is known
+    bool recall = true;       // false: recall only in a sequence's first step
+    // True: attend to all resident blocks, selected or not, and keep a block that leaves the ring
+    // resident while there are KV slots. False, for benches: the paper's form, which attends to the
+    // selected blocks alone and has to recall what left the ring.
+    bool attend_whole = true;
     // KV slots for recalled blocks, in tokens; 0: as many as the budget fills
     int resident_tokens = 0;
   } scout;

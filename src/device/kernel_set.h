@@ -101,6 +101,7 @@ class KernelSet {
   virtual void Split(Stream& stream, const kernels::SplitParams& params) = 0;
   virtual void RecallDue(Stream& stream, const kernels::RecallDueParams& params) = 0;
   virtual void Recall(Stream& stream, const kernels::RecallParams& params) = 0;
+  virtual void Retain(Stream& stream, const kernels::RetainParams& params) = 0;
   virtual void WriteThrough(Stream& stream, const kernels::WriteThroughParams& params) = 0;
   virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params) = 0;
   virtual void MovingAverage(Stream& stream, const kernels::MovingAverageParams& params) = 0;

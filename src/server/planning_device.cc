@@ -76,6 +76,7 @@ class NoKernels : public KernelSet {
   void Split(Stream&, const kernels::SplitParams&) override {}
   void RecallDue(Stream&, const kernels::RecallDueParams&) override {}
   void Recall(Stream&, const kernels::RecallParams&) override {}
+  void Retain(Stream&, const kernels::RetainParams&) override {}
   void WriteThrough(Stream&, const kernels::WriteThroughParams&) override {}
   void SparseAttention(Stream&, const kernels::SparseAttentionParams&) override {}
   void MovingAverage(Stream&, const kernels::MovingAverageParams&) override {}

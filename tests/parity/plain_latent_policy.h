@@ -40,6 +40,7 @@ class PlainLatentPolicy : public AttentionPolicy, public LatentAttention {
 
   // Placement does nothing: the caches are always there.
   Footprint FootprintOf(int64_t context, int64_t total) const override { return {context, total}; }
+  int64_t exact_tokens() const override { return max_context_; }
   int64_t max_tokens() const override { return max_context_; }
   Headroom HeadroomNow() const override { return {}; }
   bool Admit(int, int64_t, int64_t, Promise, std::unique_ptr<SequenceCache>&) override {

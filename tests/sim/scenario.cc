@@ -46,7 +46,7 @@ void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
   if (node->selects_all) policy.budget_tokens = static_cast<int>(longest) + kBlockTokens;
   policy.scout.layer_ahead = !OneIn(random, 3);
   policy.scout.recall = !OneIn(random, 4);
-  policy.scout.attend_whole = OneIn(random, 4);
+  policy.scout.attend_whole = !OneIn(random, 4);
   policy.scout.resident_tokens = static_cast<int>(Between(random, 2, 6)) * kBlockTokens;
   if (OneIn(random, 2)) {
     policy.scout.intervals.assign(kLayers, static_cast<int32_t>(Between(random, 1, 6)));

@@ -21,14 +21,14 @@ uint32_t Crc32c(const std::vector<uint8_t>& bytes) {
   return ~crc32_iscsi(const_cast<uint8_t*>(bytes.data()), static_cast<int>(bytes.size()), ~0u);
 }
 
-// Returns whether hints can change no token of this policy. Hints only say what lies in HBM first,
-// and usually a row attends to what it selects wherever that lies. The exception is scout's
-// `attend_whole`, under which a row attends to everything in HBM, selected or not, so hints rightly
-// change its tokens, and a sequence alone has none. (Predicted queries are exact here. A real
-// model's are not, and the place of a block decides which queries scout attends with, so there
-// hints may change a token without it.)
+// Returns whether hints can change no token of this policy. Hints only say what lies in HBM first.
+// Where a row attends to everything in HBM, selected or not (scout and recall, but for the forms of
+// their papers), hints rightly change its tokens, and a sequence alone has none. (Predicted queries
+// are exact here. A real model's are not, and the place of a block decides which queries scout
+// attends with, so there hints may change a token in the paper's form, too.)
 bool HintsChangeNoToken(const PolicyOptions& policy) {
-  return policy.name != "scout" || !policy.scout.attend_whole;
+  if (policy.name == "scout") return !policy.scout.attend_whole;
+  return policy.name != "recall" || policy.recall.fetch_all;
 }
 
 }  // namespace

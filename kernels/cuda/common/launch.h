@@ -65,6 +65,7 @@ cudaError_t LaunchTopK(const TopKParams& params, cudaStream_t stream);
 cudaError_t LaunchSplit(const SplitParams& params, cudaStream_t stream);
 cudaError_t LaunchRecallDue(const RecallDueParams& params, cudaStream_t stream);
 cudaError_t LaunchRecall(const RecallParams& params, cudaStream_t stream);
+cudaError_t LaunchRetain(const RetainParams& params, cudaStream_t stream);
 cudaError_t LaunchWriteThrough(const WriteThroughParams& params, cudaStream_t stream);
 cudaError_t LaunchSparseAttention(const SparseAttentionParams& params, cudaStream_t stream);
 cudaError_t LaunchMovingAverage(const MovingAverageParams& params, cudaStream_t stream);

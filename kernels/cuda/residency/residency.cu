@@ -1,10 +1,12 @@
-// Split, RecallDue and Recall. They work on integers in tables of a few hundred KB, with one
-// block to a list (a warp to a row, for RecallDue). Bytes: 4 an entry of a list and 4 to 12 of
+// Split, RecallDue, Recall and Retain. They work on integers in tables of a few hundred KB, with
+// one block to a list (a warp to a row, for RecallDue). Bytes: 4 an entry of a list and 4 to 12 of
 // the tables, all in L2. The time is that of three or four dependent loads.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
+#include "kernels/cuda/common/vectors.cuh"
 #include "kernels/cuda/residency/residency.cuh"
 #include "kernels/cuda/residency/residency_recall.cuh"
+#include "kernels/cuda/residency/residency_retain.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -28,6 +30,13 @@ __global__ void __launch_bounds__(kMaxThreads)
   LetNextKernelStart();
   RecallList(p, static_cast<int>(blockIdx.x),
              RecallSharedAt(memory, p.residency.count - p.residency.ring));
+}
+
+__global__ void __launch_bounds__(kMaxThreads)
+    RetainKernel(const __grid_constant__ RetainParams p, int row_words) {
+  __shared__ uint64_t best[32];
+  LetNextKernelStart();
+  RetainList(p, static_cast<int>(blockIdx.x), row_words, best);
 }
 
 bool IsTable(const PagedRows& rows, int dim) {
@@ -74,6 +83,22 @@ cudaError_t LaunchRecall(const RecallParams& p, cudaStream_t stream) {
   if (roomy != cudaSuccess) return roomy;
   return LaunchKernel(RecallKernel, dim3(static_cast<unsigned>(p.rows * p.kv_heads)),
                       dim3(static_cast<unsigned>(ListThreads(places))), shared, stream, p);
+}
+
+cudaError_t LaunchRetain(const RetainParams& p, cudaStream_t stream) {
+  const PagedCache& c = p.resident;
+  const int64_t row_bytes = c.head_dim * SizeOf(c.type);
+  if (p.rows < 0 || c.kv_heads < 1 || c.block_tokens < 1 || c.ring_blocks != 0 || row_bytes < 16 ||
+      row_bytes % 16 != 0 || c.page_bytes % 16 != 0 || !AreAligned(16, c.base) ||
+      !IsResidency(p.residency) || p.residency.ring < 1 ||
+      (p.unit_tokens != 1 && p.unit_tokens != c.block_tokens)) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.rows == 0) return cudaSuccess;
+  const int row_words = static_cast<int>(row_bytes / 16);
+  const int64_t entries = max(p.residency.count - p.residency.ring, 2 * p.unit_tokens * row_words);
+  return LaunchKernel(RetainKernel, dim3(static_cast<unsigned>(p.rows * c.kv_heads)),
+                      dim3(static_cast<unsigned>(ListThreads(entries))), 0, stream, p, row_words);
 }
 
 }  // namespace sluice::kernels::cuda

@@ -67,6 +67,8 @@ struct ListTables {
 
 // Entries that a thread takes at a time. Their loads are under way together.
 inline constexpr int kListStrip = 4;
+// The same where a block looks through the table of all units, which may be far more.
+inline constexpr int kTableStrip = 16;
 // Returns the threads of a block for lists or tables of `entries`.
 inline int ListThreads(int64_t entries) {
   const int64_t warps = (entries + 32 * kListStrip - 1) / (32 * kListStrip);
@@ -136,12 +138,12 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
   // ring alone.
   const bool ring_only = p.forget || t.ring == t.count;
   for (int first = ring_only ? max(0, t.newest - t.ring + 1) : 0; p.whole && first <= t.newest;
-       first += threads * kListStrip) {
-    const int begin = first + thread * kListStrip;
-    int place[kListStrip];
+       first += threads * kTableStrip) {
+    const int begin = first + thread * kTableStrip;
+    int place[kTableStrip];
     uint32_t mine = 0;
 #pragma unroll
-    for (int i = 0; i < kListStrip; ++i) {
+    for (int i = 0; i < kTableStrip; ++i) {
       place[i] = begin + i <= t.newest ? place_of(begin + i) : -1;
       mine += place[i] < 0 ? 0 : 1;
     }
@@ -150,7 +152,7 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
     residents += static_cast<int>(sum.total);
     if (residents > p.resident.capacity) __trap();
 #pragma unroll
-    for (int i = 0; i < kListStrip; ++i) {
+    for (int i = 0; i < kTableStrip; ++i) {
       if (place[i] < 0) continue;
       resident[at] = begin + i;
       resident_places[at++] = place[i];

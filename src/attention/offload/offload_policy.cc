@@ -52,6 +52,12 @@ Footprint OffloadPolicy::FootprintOf(int64_t context, int64_t total) const {
 int64_t OffloadPolicy::max_tokens() const { return tier_->max_tokens(); }
 SequencePlacement::Headroom OffloadPolicy::HeadroomNow() const { return tier_->HeadroomNow(); }
 
+int64_t OffloadPolicy::exact_tokens() const {
+  const int64_t most = options_.max_context;
+  const bool all_dense = tier_->options().dense_layers >= options_.hbm->layout().layers;
+  return all_dense ? most : std::min(SparseExactTokens(), most);
+}
+
 bool OffloadPolicy::Admit(int slot, int64_t context, int64_t total, Promise promise,
                           std::unique_ptr<SequenceCache>& home) {
   SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
@@ -121,13 +127,18 @@ std::unique_ptr<SequenceCache> OffloadPolicy::DetachHostCache(int slot) {
   return home;
 }
 
+int64_t OffloadPolicy::UnitsBeforeRing(int64_t tokens) const {
+  const OffloadTierOptions& o = tier_->options();
+  const int64_t ring = o.ring_blocks * tier_->block_tokens() / o.unit_tokens;
+  return std::max<int64_t>(tokens / o.unit_tokens - ring + 1, 0);
+}
+
 std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t tokens,
                                                             const SelectionHints& hints) {
   const OffloadTierOptions& o = tier_->options();
   const int64_t per_block = tier_->block_tokens() / o.unit_tokens;
   const int64_t ring = o.ring_blocks * per_block;
-  // Units from `end` on belong to the ring of the first decode row.
-  const int64_t end = std::max<int64_t>(tokens / o.unit_tokens - ring + 1, 0);
+  const int64_t end = UnitsBeforeRing(tokens);
   const int64_t places = tier_->PlacesOf(totals_[static_cast<size_t>(slot)]);
   const int64_t count = std::min(std::max<int64_t>(places - ring, 0), end);
   std::vector<int32_t> newest;

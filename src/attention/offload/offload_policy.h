@@ -29,6 +29,7 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   const std::string& name() const override { return name_; }
   KvAttention* kv_attention() override { return this; }
   LatentAttention* latent_attention() override { return nullptr; }
+  int64_t exact_tokens() const override;
   Footprint FootprintOf(int64_t context, int64_t total) const override;
   int64_t max_tokens() const override;
   Headroom HeadroomNow() const override;
@@ -78,6 +79,8 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   // its end `stream` comes after everything that Ahead(layer) put on branches.
   virtual void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                             kernels::DType out_type) = 0;
+  // Returns exact_tokens() of sparse layers. Nothing above max_context counts.
+  virtual int64_t SparseExactTokens() const = 0;
   // Enqueues what the rows of a sparse layer mean for later steps, on a branch that comes after the
   // layer's attention: nothing in this step waits for it or reads what it writes. The queries
   // themselves are gone (q is null), because the next layer's take their place.
@@ -85,9 +88,12 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   // Returns whether attention of decode rows reads their own keys and values from the host cache.
   // They are then written there before it, on the stream itself.
   virtual bool attends_at_home() const { return false; }
+  // Returns how many units of a sequence of `tokens` tokens are older than the ring of its first
+  // decode row.
+  int64_t UnitsBeforeRing(int64_t tokens) const;
   // Returns the units with which a sequence of `tokens` tokens begins in HBM, for each sparse layer
   // and KV head, in the order of OffloadTier::WarmUp. The default is the first block, the units
-  // that the hints name, and the newest units before the ring.
+  // that the hints name, and the newest units before the ring: all units where the places suffice.
   virtual std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
                                                        const SelectionHints& hints);
   // Enqueues what the policy's arrays need for a sequence that is being warmed.

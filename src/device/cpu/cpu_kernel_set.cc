@@ -123,6 +123,9 @@ class CpuKernelSet : public KernelSet {
   void Recall(Stream& s, const kernels::RecallParams& p) override {
     Launch(s, "recall", table_.recall, p, kAnyLength);
   }
+  void Retain(Stream& s, const kernels::RetainParams& p) override {
+    Launch(s, "retain", table_.retain, p, kAnyLength);
+  }
   void WriteThrough(Stream& s, const kernels::WriteThroughParams& p) override {
     Launch(s, "write_through", table_.write_through, p, kAnyLength);
   }

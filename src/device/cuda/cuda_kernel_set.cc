@@ -119,6 +119,9 @@ class CudaKernelSet : public KernelSet {
   void Recall(Stream& s, const kernels::RecallParams& p) override {
     Launch(s, cuda::LaunchRecall, p, "a recall");
   }
+  void Retain(Stream& s, const kernels::RetainParams& p) override {
+    Launch(s, cuda::LaunchRetain, p, "keeping what leaves the ring");
+  }
   void WriteThrough(Stream& s, const kernels::WriteThroughParams& p) override {
     Launch(s, cuda::LaunchWriteThrough, p, "write-through");
   }

@@ -40,6 +40,8 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   const std::string& name() const override { return options_.name; }
   KvAttention* kv_attention() override { return nullptr; }
   LatentAttention* latent_attention() override { return this; }
+  // Every entry that the indexer selects is attended to, wherever it lies.
+  int64_t exact_tokens() const override { return options_.max_context; }
   Footprint FootprintOf(int64_t context, int64_t total) const override {
     return tier_->FootprintOf(context, total);
   }

@@ -27,6 +27,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
         hbm_(options.hbm),
         dram_(options.dram),
         rank_(options.latent_rank),
+        max_context_(options.max_context),
         tables_(std::move(tables)),
         latents_(std::move(latents)),
         slots_(static_cast<size_t>(options.slots)),
@@ -41,6 +42,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
   KvAttention* kv_attention() override { return latents_ == nullptr ? this : nullptr; }
   LatentAttention* latent_attention() override { return latents_ == nullptr ? nullptr : this; }
 
+  int64_t exact_tokens() const override { return max_context_; }
   Footprint FootprintOf(int64_t context, int64_t total) const override {
     // The DRAM pages go back at admission, so growth needs only HBM.
     return {context, total};
@@ -249,6 +251,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
   PagePool* const hbm_;
   PagePool* const dram_;  // null: no sequence is preempted
   const int32_t rank_;    // latent values of an entry
+  const int64_t max_context_;
   const std::unique_ptr<BlockTables> tables_;
   const std::unique_ptr<ResidentLatentAttention> latents_;  // null: the model has keys and values
   std::vector<Slot> slots_;

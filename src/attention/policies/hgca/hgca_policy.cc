@@ -132,6 +132,10 @@ class HgcaPolicyImpl : public HgcaPolicy {
   // Algorithm 2.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override;
+  // The CPU goes on attending to all tokens outside the window only with beta 0.
+  int64_t SparseExactTokens() const override {
+    return options().hgca.beta == 0 ? options().max_context : window_.tokens();
+  }
   // Only the window is in HBM.
   std::vector<std::vector<int32_t>> FirstUnits(int /*slot*/, int64_t /*tokens*/,
                                                const SelectionHints& /*hints*/) override {

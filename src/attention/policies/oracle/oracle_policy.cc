@@ -55,6 +55,9 @@ class OraclePolicy : public OffloadPolicy {
   }
 
   bool attends_at_home() const override { return true; }
+  int64_t SparseExactTokens() const override {
+    return int64_t{budget_blocks_} * tier().block_tokens();
+  }
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
     const kernels::PagedCache home = tier().Home(layer);

@@ -41,10 +41,12 @@ class RecallPolicy : public OffloadPolicy {
     Score(stream, layer, predicted);
     Select(stream, predicted);
     const kernels::UnitLists missing = Lists(workspace_.missing, workspace_.missing_counts);
-    Split(stream, layer, predicted, missing, options().recall.fetch_all);
+    const bool keeps = !options().recall.fetch_all;
+    Split(stream, layer, predicted, missing, /*forget=*/!keeps, /*whole=*/false);
     GivePlaces(stream, layer, predicted, missing);
-    // Now every token has a place: there are as many places as the budget has tokens.
-    Split(stream, layer, predicted, missing, /*forget=*/false);
+    // Now every chosen token has a place: there are as many places as the budget has tokens. What
+    // else lies in HBM costs no fetch, so it is attended to as well.
+    Split(stream, layer, predicted, missing, /*forget=*/false, /*whole=*/keeps);
     Stream& fetches = LayerBranch(stream, layer);
     fetches.After(stream);
     Fetch(fetches, layer, predicted.rows);
@@ -58,16 +60,31 @@ class RecallPolicy : public OffloadPolicy {
     const kernels::PagedCache cache = tier().Places(layer);
     auto* const o = workspace_.o.as<float>();
     auto* const lse = workspace_.lse.as<float>();
-    kernels().SparseAttention(stream,
-                              SparseAttentionOf(queries, cache, Lists(chosen.units, chosen.counts),
-                                                chosen.places.as<int32_t>(), kUnitTokens, o, lse));
+    kernels().SparseAttention(
+        stream, SparseAttentionOf(queries, cache, Attended(chosen), chosen.places.as<int32_t>(),
+                                  kUnitTokens, o, lse));
     // One part: the merge converts it to out_type.
     kernels().Merge(stream, MergeOf(queries, cache.head_dim, 1, o, lse, out, out_type));
+  }
+
+  // What has a place is attended to, whatever its score. Under fetch_all only the ring is sure to
+  // be.
+  int64_t SparseExactTokens() const override {
+    return options().recall.fetch_all ? kRingBlocks * tier().block_tokens() : capacities_.resident;
   }
 
   void Settle(Stream& stream, int layer, const Queries& rows) override {
     ExtendPartialKeys(stream, layer, tier().Ring(layer), rows.slots, nullptr, rows.positions,
                       rows.rows);
+    if (options().recall.fetch_all) return;
+    kernels::RetainParams retain{};
+    retain.residency = tier().Residency(layer);
+    retain.slots = rows.slots;
+    retain.positions = rows.positions;
+    retain.resident = tier().Places(layer);
+    retain.rows = rows.rows;
+    retain.unit_tokens = kUnitTokens;
+    kernels().Retain(stream, retain);
   }
 
   // Under fetch_all nothing is placed before the first step, because it would be forgotten then.
@@ -90,15 +107,21 @@ class RecallPolicy : public OffloadPolicy {
   // The tokens that a layer needs, from Ahead to AttendSparse, and how they come to HBM. The Ahead
   // of the next layer comes between the two.
   struct Chosen {
-    Buffer units, places, counts;              // int32 [lists][capacity] twice, [lists]
-    Buffer source_units, target_units, moves;  // the same
+    Buffer units, places, counts;              // int32 [lists][resident] twice, [lists]
+    Buffer source_units, target_units, moves;  // int32 [lists][selected] twice, [lists]
+  };
+
+  // Capacities of lists, in tokens.
+  struct Capacities {
+    int32_t selected = 0;  // the budget, or the longest sequence
+    int32_t resident = 0;  // every place
   };
 
   // Scratch of one Ahead.
   struct Workspace {
     Buffer projection;                 // float [layers][kv_heads][head_dim][rank]
     Buffer scores;                     // float [lists][max_context]
-    Buffer selected, selected_counts;  // int32 [lists][capacity], [lists]
+    Buffer selected, selected_counts;  // int32 [lists][selected], [lists]
     Buffer missing, missing_counts;    // the same
     Buffer since, due;                 // int32 [layers][slots], [rows]
     std::array<Chosen, 2> chosen;      // by a layer's parity
@@ -107,18 +130,22 @@ class RecallPolicy : public OffloadPolicy {
   };
 
   RecallPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
-               const ProjectionShape& shape, int64_t capacity, Workspace workspace)
+               const ProjectionShape& shape, const Capacities& capacities, Workspace workspace)
       : OffloadPolicy(options, std::move(tier), std::move(written)),
         shape_(shape),
-        capacity_(static_cast<int32_t>(capacity)),
+        capacities_(capacities),
         workspace_(std::move(workspace)) {}
   static absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options,
-                                                const ProjectionShape& shape, int64_t capacity);
+                                                const ProjectionShape& shape,
+                                                const Capacities& capacities);
 
   int layers() const { return options().hbm->layout().layers; }
   Chosen& ChosenOf(int layer) { return workspace_.chosen[static_cast<size_t>(layer) % 2]; }
   kernels::UnitLists Lists(const Buffer& units, const Buffer& counts) const {
-    return {units.as<int32_t>(), counts.as<int32_t>(), capacity_};
+    return {units.as<int32_t>(), counts.as<int32_t>(), capacities_.selected};
+  }
+  kernels::UnitLists Attended(const Chosen& chosen) const {
+    return {chosen.units.as<int32_t>(), chosen.counts.as<int32_t>(), capacities_.resident};
   }
   const float* Projection(int layer) const {
     return workspace_.projection.as<float>() +
@@ -168,7 +195,7 @@ class RecallPolicy : public OffloadPolicy {
     params.rows = predicted.rows;
     params.kv_heads = kv().heads;
     params.unit_tokens = kUnitTokens;
-    params.k = capacity_;
+    params.k = capacities_.selected;
     // Tokens in the ring are in HBM anyway, so attending to them costs no fetch.
     params.last_units = static_cast<int32_t>(kRingBlocks * tier().block_tokens());
     params.margin = options().recall.margin;
@@ -176,19 +203,20 @@ class RecallPolicy : public OffloadPolicy {
   }
 
   void Split(Stream& stream, int layer, const Queries& predicted, const kernels::UnitLists& missing,
-             bool forget) {
+             bool forget, bool whole) {
     Chosen& chosen = ChosenOf(layer);
     kernels::SplitParams params{};
     params.residency = tier().Residency(layer);
     params.slots = predicted.slots;
     params.positions = predicted.positions;
     params.selected = Lists(workspace_.selected, workspace_.selected_counts);
-    params.resident = Lists(chosen.units, chosen.counts);
+    params.resident = Attended(chosen);
     params.places = chosen.places.as<int32_t>();
     params.missing = missing;
     params.rows = predicted.rows;
     params.kv_heads = kv().heads;
     params.unit_tokens = kUnitTokens;
+    params.whole = whole;
     params.forget = forget;
     kernels().Split(stream, params);
   }
@@ -243,14 +271,14 @@ class RecallPolicy : public OffloadPolicy {
       move.target_units = chosen.target_units.as<int32_t>();
       move.counts = chosen.moves.as<int32_t>();
       move.lists = rows * kv().heads;
-      move.capacity = capacity_;
+      move.capacity = capacities_.selected;
       move.unit_bytes = static_cast<int32_t>(row_bytes);
       kernels().Transfer(stream, move);
     }
   }
 
   const ProjectionShape shape_;
-  const int32_t capacity_;  // capacity of a list: the budget, or the longest sequence
+  const Capacities capacities_;
   Workspace workspace_;
 };
 
@@ -274,7 +302,7 @@ absl::Status Upload(Device* device, const std::vector<float>& values, Buffer* ta
 
 absl::StatusOr<RecallPolicy::Workspace> RecallPolicy::NewWorkspace(const PolicyOptions& options,
                                                                    const ProjectionShape& shape,
-                                                                   int64_t capacity) {
+                                                                   const Capacities& capacities) {
   Workspace w;
   SLUICE_RETURN_IF_ERROR(
       Upload(options.device,
@@ -286,10 +314,16 @@ absl::StatusOr<RecallPolicy::Workspace> RecallPolicy::NewWorkspace(const PolicyO
   SLUICE_RETURN_IF_ERROR(BufferAllocator(options.device, "recall's scores")
                              .Words(MemoryKind::kDevice, lists * options.max_context, &w.scores));
   for (Buffer* units :
-       {&w.selected, &w.missing, &w.chosen[0].units, &w.chosen[0].places, &w.chosen[0].source_units,
-        &w.chosen[0].target_units, &w.chosen[1].units, &w.chosen[1].places,
+       {&w.selected, &w.missing, &w.chosen[0].source_units, &w.chosen[0].target_units,
         &w.chosen[1].source_units, &w.chosen[1].target_units}) {
-    SLUICE_RETURN_IF_ERROR(lists_of_tokens.Words(MemoryKind::kDevice, lists * capacity, units));
+    SLUICE_RETURN_IF_ERROR(
+        lists_of_tokens.Words(MemoryKind::kDevice, lists * capacities.selected, units));
+  }
+  for (Chosen& chosen : w.chosen) {
+    for (Buffer* units : {&chosen.units, &chosen.places}) {
+      SLUICE_RETURN_IF_ERROR(
+          lists_of_tokens.Words(MemoryKind::kDevice, lists * capacities.resident, units));
+    }
   }
   for (Buffer* counts : {&w.selected_counts, &w.missing_counts, &w.chosen[0].counts,
                          &w.chosen[0].moves, &w.chosen[1].counts, &w.chosen[1].moves, &w.due}) {
@@ -332,18 +366,21 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> RecallPolicy::Create(
   tier_options.max_context = options.max_context;
   tier_options.dense_layers = std::min(options.dense_layers, layout.layers);
   tier_options.ring_blocks = kRingBlocks;
-  // There are as many places as the budget has tokens, so that every chosen token finds one.
-  tier_options.recall_blocks = static_cast<int>(kv.BlocksFor(options.budget_tokens - ring));
+  // The ring is beside the budget. Every chosen token finds a place, and so does the one that
+  // leaves the ring: the tokens of the ring are among those chosen.
+  tier_options.recall_blocks = options.budget_tokens / kv.block_tokens;
   tier_options.unit_tokens = kUnitTokens;
   tier_options.arrays = {
       {"partial keys", 1, static_cast<int32_t>(shape.rank), kernels::DType::kBFloat16}};
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
-  const int64_t capacity =
-      std::min<int64_t>(options.budget_tokens, kv.BlocksFor(options.max_context) * kv.block_tokens);
-  SLUICE_ASSIGN_OR_RETURN(Workspace workspace, NewWorkspace(options, shape, capacity));
+  Capacities capacities;
+  capacities.resident = tier->PlacesOf(options.max_context);
+  capacities.selected = static_cast<int32_t>(std::min<int64_t>(
+      options.budget_tokens, kv.BlocksFor(options.max_context) * kv.block_tokens));
+  SLUICE_ASSIGN_OR_RETURN(Workspace workspace, NewWorkspace(options, shape, capacities));
   return std::unique_ptr<AttentionPolicy>(new RecallPolicy(
-      options, std::move(tier), std::move(written), shape, capacity, std::move(workspace)));
+      options, std::move(tier), std::move(written), shape, capacities, std::move(workspace)));
 }
 
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewRecallPolicy(const PolicyOptions& options) {

@@ -26,7 +26,7 @@ struct ScoutShape {
   int32_t budget_blocks = 0;     // blocks selected per list
   int32_t shortlist_blocks = 0;  // blocks per list whose key codes are scored; 0: none
   int32_t recall_blocks = 0;     // KV slots beside the ring, in blocks
-  int32_t resident_blocks = 0;   // blocks per list that the device attends to
+  int32_t resident_blocks = 0;   // most blocks per list that the device attends to
   int32_t most_blocks = 0;       // blocks of the longest sequence
 };
 
@@ -67,6 +67,10 @@ class BlockSelection {
   // selected without a score. Returns the selected lists, which stay valid until the next call.
   kernels::UnitLists Choose(Stream& stream, int layer, const KvAttention::Queries& queries,
                             const Split& split) const;
+
+  // Gives the block that leaves the ring at the next step a place behind it, so that what was in
+  // HBM stays there while there is room. It comes before Fetch, which must not take that place.
+  void Retain(Stream& stream, int layer, const KvAttention::Queries& rows) const;
 
   // Section 3.4: gives the missing blocks of the due rows (`due` null: of every row) places in HBM
   // and copies them there. The tables change at once, so whoever reads them next must come after

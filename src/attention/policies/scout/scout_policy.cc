@@ -129,10 +129,19 @@ class ScoutPolicyImpl : public ScoutPolicy {
                     MergeOf(queries, shape_.head_dim, 2, o(layer), lse(layer), out, out_type));
   }
 
+  // While every block has a KV slot nothing is left to predicted queries. If the CPU gets the real
+  // ones it may have a part of what is selected.
+  int64_t SparseExactTokens() const override {
+    const int64_t resident =
+        options().scout.attend_whole ? tier().PlacesOf(options().max_context) : kScoutRingBlocks;
+    const int64_t selected = options().scout.layer_ahead ? 0 : shape_.budget_blocks;
+    return std::max(resident, selected) * shape_.block_tokens;
+  }
   // The recall comes after the layer's attention, which reads the places that the recall takes. The
   // next step reads the tables that it changes.
   void Settle(Stream& stream, int layer, const Queries& rows) override {
     ExtendDigests(stream, layer, rows);
+    if (options().scout.attend_whole) selection_.Retain(stream, layer, rows);
     selection_.Fetch(stream, layer, rows, Missing(layer), Due(layer), counters_.of(layer));
   }
 
@@ -140,10 +149,12 @@ class ScoutPolicyImpl : public ScoutPolicy {
                                                const SelectionHints& hints) override {
     hinted_[static_cast<size_t>(slot)] = !hints.empty();
     std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
-    // The other places are left to the blocks that BuildArrays finds important.
+    // If not every block has a place, all places but the first block's are left to the blocks that
+    // BuildArrays finds important.
     if (first_.queries().Knows(slot, tokens)) {
       for (std::vector<int32_t>& of_head : units) {
-        if (of_head.size() > kScoutFirstBlocks) {
+        if (std::ssize(of_head) > kScoutFirstBlocks &&
+            std::ssize(of_head) < UnitsBeforeRing(tokens)) {
           of_head.erase(of_head.begin() + kScoutFirstBlocks, of_head.end());
         }
       }
@@ -307,12 +318,12 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
   shape.budget_blocks =
       std::max(std::min(options.budget_tokens / kind.block_tokens, shape.most_blocks),
                kScoutFirstBlocks + kScoutLastBlocks);
-  // Every selected block has a KV slot; the newest is in the ring.
+  // The ring is beside the budget.
   shape.recall_blocks =
       options.scout.resident_tokens > 0
           ? std::min(static_cast<int32_t>(kind.BlocksFor(options.scout.resident_tokens)),
                      shape.most_blocks)
-          : shape.budget_blocks - kScoutLastBlocks;
+          : shape.budget_blocks;
   if (options.scout.key_codes) {
     shape.shortlist_blocks =
         std::min(std::max(kScoutShortlistBudgets * shape.budget_blocks,

@@ -60,6 +60,7 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float er
   options.budget_tokens = 6 * shape.block_tokens;
   options.scout.layer_ahead = layer_ahead;
   options.scout.key_codes = key_codes;
+  options.scout.attend_whole = false;
   options.scout.share_limit = kNever;  // so that the test knows what lies where
   options.scout.resident_tokens = 4 * shape.block_tokens;
   const auto policy = MakePolicy(options);
@@ -175,7 +176,6 @@ void AttendWhole(const PolicyRig::Shape& shape) {
   PolicyRig rig(shape, RandomVectors(shape, 0.3f));
   PolicyOptions options = rig.Options();
   options.budget_tokens = 4 * shape.block_tokens;
-  options.scout.attend_whole = true;
   options.scout.share_limit = kNever;
   options.scout.resident_tokens = 5 * shape.block_tokens;
   const auto policy = MakePolicy(options);
@@ -196,8 +196,7 @@ void AttendWhole(const PolicyRig::Shape& shape) {
   }
   rig.Release(*policy, 0);
 }
-SLUICE_TEST_ON_CPU_AND_GPU("with attend_whole everything that lies in HBM counts, selected or not",
-                           AttendWhole)
+SLUICE_TEST_ON_CPU_AND_GPU("everything that lies in HBM counts, selected or not", AttendWhole)
 
 // Blocks' keys point in directions around a circle, and so do queries, which go round as decoding
 // goes on: in each step `blocks_per_step` blocks become important, and as many cease to be.
