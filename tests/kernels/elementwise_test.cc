@@ -52,9 +52,9 @@ SLUICE_TEST_ON_EVERY_PATH("rms_norm agrees with the reference", TestRmsNorm)
 // Rows of three sequences, which go on for some steps through two layers, with the state of the
 // look-ahead in between.
 struct AheadRun {
-  AheadRun(int32_t dim, DType type)
-      : dim(dim),
-        type(type),
+  AheadRun(int32_t elements, DType out_type)
+      : dim(elements),
+        type(out_type),
         stride(2 * int64_t{dim} + 4),
         before(kRows * dim),
         drift(kSlots * stride),
