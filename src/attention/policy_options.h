@@ -57,6 +57,9 @@ struct PolicyOptions {
     std::vector<int32_t> intervals;  // steps between recalls, by layer; empty: a controller decides
     // False, for benches: blocks are selected by their digests alone, as published.
     bool key_codes = true;
+    // False, for benches: queries are predicted from the input of the layer before alone, as
+    // published.
+    bool drift = true;
     bool layer_ahead = true;  // false: the CPU gets the real query, once it is known
     bool recall = true;       // false: recall only in a sequence's first step
     // True: attend to all resident blocks, selected or not, and keep a block that leaves the ring

@@ -179,7 +179,7 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   // If this layer's queries were predicted, the residual that they were predicted from is in
   // `before_`, and the drift can be measured.
   const bool was_ahead = layer > 0 && LooksAhead(layer, in, attention);
-  if ((looks_ahead || was_ahead) && in.first_positions != nullptr) {
+  if ((looks_ahead || was_ahead) && attention.FollowsDrift() && in.first_positions != nullptr) {
     norm.ahead.rows = in.decode_rows;
     norm.ahead.slots = in.slots;
     norm.ahead.positions = in.positions;

@@ -42,7 +42,9 @@ A policy's name may be followed by settings, as in recall:budget=20%, hgca:beta=
 scout:interval=8. These settings exist in this bench alone:
   reduction=N          how a group's query heads share a score: 0 maximum, 1 mean, 2 sum of softmaxes
   average-reduction=N  (hgca) the same for its moving average: 0 or 1
-  whole=1              (scout) the GPU attends to all resident blocks, selected or not
+  whole=0              (scout) the GPU attends to the selected blocks alone
+  codes=0              (scout) blocks are selected by their digests alone
+  drift=0              (scout) queries are predicted from the input of the layer before alone
   resident=N           (scout) tokens of recalled blocks that HBM has slots for
   rank=N               (recall) elements of a partial key
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host

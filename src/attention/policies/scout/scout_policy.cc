@@ -99,6 +99,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
     return options().scout.layer_ahead && !tier().dense(layer);
   }
 
+  bool FollowsDrift() const override { return options().scout.drift; }
+
   // Algorithm 1, lines 5 to 7, for layer i + 1; the model has made the queries of line 4.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Select(stream, layer, predicted);
