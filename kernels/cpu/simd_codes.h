@@ -8,6 +8,10 @@
 namespace sluice::kernels::cpu {
 namespace {
 
+// KeyCodeLevel as a distance from the middle.
+inline constexpr auto kInner = static_cast<float>(KeyCodeLevel(true, false) - 0.5);
+inline constexpr auto kOuter = static_cast<float>(KeyCodeLevel(true, true) - 0.5);
+
 // The blocks of a list's shortlist, numbered by their place in it.
 template <class S>
 struct CodeSource {
@@ -32,7 +36,7 @@ struct CodeSource {
 
   void Fill(int64_t first, int64_t count, UnitScores& tile) const {
     const int64_t dim = p.digests.dim / 2, words = p.codes.dim / 2;
-    alignas(64) float least[kMaxCodeDim] = {}, eighth[kMaxCodeDim] = {}, key[kMaxCodeDim];
+    alignas(64) float middle[kMaxCodeDim] = {}, range[kMaxCodeDim] = {}, key[kMaxCodeDim];
     UnitScores of_tokens;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t block = blocks[first + i];
@@ -44,8 +48,8 @@ struct CodeSource {
                    : Bf16ToFloat(reinterpret_cast<const uint16_t*>(at)[d]);
       };
       for (int64_t d = 0; d < dim; ++d) {
-        least[d] = element(d);
-        eighth[d] = (element(dim + d) - least[d]) * 0.125f;
+        middle[d] = (element(d) + element(dim + d)) * 0.5f;
+        range[d] = element(dim + d) - element(d);
       }
       RunningSum sums[kScoreHeads];
       for (int64_t begin = 0; begin < p.block_tokens; begin += kScoreUnits) {
@@ -54,11 +58,11 @@ struct CodeSource {
           const uint32_t* codes =
               CodesAt(p.codes, p.slots[row], block * p.block_tokens + begin + t, kv_head);
           for (int64_t w = 0; w < words; ++w) {
-            const uint32_t higher = codes[w], lower = codes[words + w];
+            const uint32_t uppers = codes[w], outers = codes[words + w];
             for (int64_t b = 0; b < kWordBits; ++b) {
               const int64_t d = w * kWordBits + b;
-              const uint32_t odd = (higher >> b & 1) * 4 + (lower >> b & 1) * 2 + 1;
-              key[d] = least[d] + eighth[d] * static_cast<float>(static_cast<int32_t>(odd));
+              const float level = (outers >> b & 1) != 0 ? kOuter : kInner;
+              key[d] = middle[d] + range[d] * ((uppers >> b & 1) != 0 ? level : -level);
             }
           }
           DotRow<S>(queries, heads, dim, key, dim, &of_tokens.scores[0][t], kScoreUnits);

@@ -81,16 +81,17 @@ void WriteCodes(const DigestParams& p, int64_t slot, int64_t block, int64_t head
     }
     uint32_t* const row = CodesAt(p.codes, slot, t, head);
     for (int64_t w = 0; w < words; ++w) {
-      uint32_t higher = 0, lower = 0;
+      uint32_t uppers = 0, outers = 0;
       for (int64_t i = 0; i < kWordBits; ++i) {
         const int64_t d = w * kWordBits + i;
-        const bool high = key[d] > middle[d];
-        const bool low = key[d] > (high ? middle[d] + quarter[d] : middle[d] - quarter[d]);
-        higher |= uint32_t{high} << i;
-        lower |= uint32_t{low} << i;
+        const bool upper = key[d] > middle[d];
+        const bool outer =
+            upper ? key[d] > middle[d] + quarter[d] : key[d] <= middle[d] - quarter[d];
+        uppers |= uint32_t{upper} << i;
+        outers |= uint32_t{outer && d < dim} << i;
       }
-      row[w] = higher;
-      row[words + w] = lower;
+      row[w] = uppers;
+      row[words + w] = outers;
     }
   }
 }

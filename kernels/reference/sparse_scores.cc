@@ -24,13 +24,7 @@ uint32_t* WordsAt(const PagedRows& r, int64_t slot, int64_t row, int64_t head) {
   return reinterpret_cast<uint32_t*>(static_cast<char*>(r.base) + RowOffset(r, slot, row, head));
 }
 
-// Returns the code of element d in a token's row of key codes, 0 to 3.
-int CodeOf(const uint32_t* row, int64_t words, int64_t d) {
-  const auto bit = [&](const uint32_t* plane) {
-    return static_cast<int>(plane[d / 32] >> (d % 32) & 1);
-  };
-  return 2 * bit(row) + bit(row + words);
-}
+bool BitOf(const uint32_t* words, int64_t d) { return (words[d / 32] >> (d % 32) & 1) != 0; }
 
 // Writes the key codes of a complete block.
 void WriteCodes(const DigestParams& p, int64_t slot, int64_t block, int64_t head) {
@@ -46,10 +40,10 @@ void WriteCodes(const DigestParams& p, int64_t slot, int64_t block, int64_t head
       const auto largest = static_cast<float>(Get(digest, p.digests.type, c.head_dim + d));
       const auto key = static_cast<float>(Get(c.base, c.type, KeyIndex(c, slot, t, head) + d));
       const float middle = (least + largest) * 0.5f, quarter = (largest - least) * 0.25f;
-      const bool high = key > middle;
-      const bool low = key > (high ? middle + quarter : middle - quarter);
-      row[d / 32] |= uint32_t{high} << (d % 32);
-      row[words + d / 32] |= uint32_t{low} << (d % 32);
+      const bool upper = key > middle;
+      const bool outer = upper ? key > middle + quarter : key <= middle - quarter;
+      row[d / 32] |= uint32_t{upper} << (d % 32);
+      row[words + d / 32] |= uint32_t{outer} << (d % 32);
     }
   }
 }
@@ -170,7 +164,8 @@ void RefineScores(const RefineScoresParams& p, Worker worker) {
           for (int64_t d = 0; d < dim; ++d) {
             const double least = Get(digest, p.digests.type, d);
             const double largest = Get(digest, p.digests.type, dim + d);
-            const double key = least + (largest - least) * (2 * CodeOf(row, words, d) + 1) / 8;
+            const double level = KeyCodeLevel(BitOf(row, d), BitOf(row + words, d));
+            const double key = least + (largest - least) * level;
             sum += double{q[d]} * key;
           }
           of_tokens.push_back(double{p.scale} * sum);

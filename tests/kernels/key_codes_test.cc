@@ -66,16 +66,18 @@ void CheckCodes(const KernelTable& table, int32_t block_tokens, int32_t head_dim
     CHECK(got_codes.Damage() == "");
     CHECK(BitDifference(got_codes.span(), codes.data.span(), 2 * KeyCodeWords(head_dim)) == "");
   }
-  // By hand: a key that is made again lies in the quarter that its element lies in.
+  // By hand: a code names the quarter that the element lies in.
   const int32_t words = KeyCodeWords(head_dim), token = 3 * block_tokens + 1;
   const int32_t* row = codes.Row(0, token, 1);
   const T* digest = digests.Row(0, 3, 1);
   for (int32_t d = 0; d < head_dim; ++d) {
-    const int code = 2 * (row[d / 32] >> d % 32 & 1) + (row[words + d / 32] >> d % 32 & 1);
+    const bool upper = (row[d / 32] >> d % 32 & 1) != 0;
+    const bool outer = (row[words + d / 32] >> d % 32 & 1) != 0;
+    const int quarter = upper ? 2 + outer : 1 - outer;
     const double least = Value(digest[d]), range = Value(digest[head_dim + d]) - least;
     const double key = Value(cache.Key(0, token, 1)[d]);
-    REQUIRE(key >= least + range * code / 4 - 1e-6);
-    REQUIRE(key <= least + range * (code + 1) / 4 + 1e-6);
+    REQUIRE(key >= least + range * quarter / 4 - 1e-6);
+    REQUIRE(key <= least + range * (quarter + 1) / 4 + 1e-6);
   }
 }
 

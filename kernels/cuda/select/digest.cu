@@ -132,14 +132,14 @@ __device__ void CodeBlock(const DigestParams& p, const T* keys, const T* digest,
         key[i] = d < dim ? static_cast<float>(keys[token * dim + d]) : 0.0f;
       }
       for (int i = 0; i < kAtOnce && first + i < tokens; ++i) {
-        const bool high = key[i] > middle;
-        const bool low = key[i] > (high ? middle + quarter : middle - quarter);
-        const unsigned higher = __ballot_sync(0xffffffffu, d < dim && high);
-        const unsigned lower = __ballot_sync(0xffffffffu, d < dim && low);
+        const bool is_upper = key[i] > middle;
+        const bool is_outer = is_upper ? key[i] > middle + quarter : key[i] <= middle - quarter;
+        const unsigned upper = __ballot_sync(0xffffffffu, d < dim && is_upper);
+        const unsigned outer = __ballot_sync(0xffffffffu, d < dim && is_outer);
         if (lane == 0) {
           uint32_t* const row = RowAt<uint32_t>(p.codes, slot, block * tokens + first + i, head);
-          row[w] = higher;
-          row[words + w] = lower;
+          row[w] = upper;
+          row[words + w] = outer;
         }
       }
     }

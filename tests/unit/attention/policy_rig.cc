@@ -319,8 +319,8 @@ double Bound(absl::Span<const float> q, const std::vector<std::vector<float>>& k
   return score;
 }
 
-// The log-sum-exp of scale * q k' over a block's keys, each element of which is the middle of the
-// quarter of the block's range in which it lies (kernels::RefineScoresParams).
+// The log-sum-exp of scale * q k' over a block's keys, each element of which stands for the quarter
+// of the block's range in which it lies (kernels::RefineScoresParams).
 double CodedScore(absl::Span<const float> q, const std::vector<std::vector<float>>& keys,
                   float scale) {
   double sum = 0;
@@ -329,9 +329,9 @@ double CodedScore(absl::Span<const float> q, const std::vector<std::vector<float
     for (size_t d = 0; d < q.size(); ++d) {
       const auto [least, largest] = RangeOf(keys, d);
       const float middle = (least + largest) * 0.5f, quarter = (largest - least) * 0.25f;
-      const bool high = key[d] > middle;
-      const bool low = key[d] > (high ? middle + quarter : middle - quarter);
-      dot += q[d] * (least + (double{largest} - least) * (4 * high + 2 * low + 1) / 8);
+      const bool upper = key[d] > middle;
+      const bool outer = upper ? key[d] > middle + quarter : key[d] <= middle - quarter;
+      dot += q[d] * (least + (double{largest} - least) * kernels::KeyCodeLevel(upper, outer));
     }
     sum += std::exp(scale * dot);
   }
