@@ -94,6 +94,7 @@ class QualityRun {
                             Right(kFull, 1, context, passkey.answer,
                                   {nullptr, 1, options_.blame ? &queries : nullptr}));
     made.full = right == answer_tokens;
+    made.full_right = right;
     for (size_t i = 0; i < out_->policies.size() && made.full; ++i) {
       const PolicyQuality& quality = out_->policies[i];
       PasskeyOutcome& outcome = made.outcomes.emplace_back();

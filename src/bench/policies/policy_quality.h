@@ -56,7 +56,8 @@ struct PasskeyCase {
   std::string name, kind, variant;
   int tokens = 0;
   double depth = 0;
-  bool full = false;  // `full` finds the key. If not, no other policy is asked.
+  bool full = false;   // `full` finds the key. If not, no other policy is asked.
+  int full_right = 0;  // Tokens of the answer that `full` gives before the first wrong one.
   std::vector<PasskeyOutcome> outcomes;
 };
 

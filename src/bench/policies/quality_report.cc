@@ -153,8 +153,13 @@ json DistanceJson(const Distance& distance) {
 }
 
 json PasskeyJson(const QualityResult& result, const PasskeyCase& passkey) {
-  json out = {{"name", passkey.name},     {"kind", passkey.kind},   {"variant", passkey.variant},
-              {"tokens", passkey.tokens}, {"depth", passkey.depth}, {"full", passkey.full},
+  json out = {{"name", passkey.name},
+              {"kind", passkey.kind},
+              {"variant", passkey.variant},
+              {"tokens", passkey.tokens},
+              {"depth", passkey.depth},
+              {"full", passkey.full},
+              {"full_right", passkey.full_right},
               {"policies", json::array()}};
   for (const PasskeyOutcome& outcome : passkey.outcomes) {
     const PolicyQuality& quality = result.policies[outcome.policy];

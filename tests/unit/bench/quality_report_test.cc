@@ -37,7 +37,7 @@ QualityResult Measured() {
                       0.1,
                       true,
                       {{0, 0, true, 6}, {1, 64, true, 6}, {2, 64, true, 6}}},
-                     {"p2", "code", "single", 200, 0.9, false, {}}};
+                     {"p2", "code", "single", 200, 0.9, false, 3, {}}};
   return result;
 }
 
@@ -66,6 +66,7 @@ TEST_CASE("the JSON of quality has the differences to oracle and every case") {
   CHECK(lost["budget_tokens"] == 32);
   CHECK(lost["blame"] == "cpu");
   CHECK(report.details["passkeys"][2]["full"] == false);
+  CHECK(report.details["passkeys"][2]["full_right"] == 3);
   CHECK(report.figures[1].name == "top-1 agreement with full, full, budget -, context 512");
   CHECK(report.figures[2].name == "pass keys found, scout, budget 25%");
   CHECK(report.figures[2].median == 0.5);
