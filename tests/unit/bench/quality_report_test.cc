@@ -29,6 +29,7 @@ QualityResult Measured() {
                       100,
                       0.5,
                       true,
+                      6,
                       {{0, 0, true, 6}, {1, 32, false, 2, Blame::kCpu}, {2, 32, true, 6}}},
                      {"p1",
                       "code",
@@ -36,6 +37,7 @@ QualityResult Measured() {
                       200,
                       0.1,
                       true,
+                      6,
                       {{0, 0, true, 6}, {1, 64, true, 6}, {2, 64, true, 6}}},
                      {"p2", "code", "single", 200, 0.9, false, 3, {}}};
   return result;
