@@ -37,7 +37,7 @@ def plain(path: Path) -> str:
 
 def pod(path: Path) -> str:
     """Returns the documentation inside a Perl file, without its markup."""
-    parts = re.findall(r"^=[a-z].*?(?=^=cut|\Z)", plain(path), re.MULTILINE | re.DOTALL)
+    parts = re.findall(r"^=(?!cut)[a-z].*?(?=^=cut|\Z)", plain(path), re.MULTILINE | re.DOTALL)
     text = re.sub(r"^=(?:over|back|encoding|pod|for|begin|end)\b.*$", "", "\n".join(parts), flags=re.MULTILINE)
     return re.sub(r"\b[A-Z]<([^<>]*)>", r"\1", re.sub(r"^=(?:head\d|item) +", "", text, flags=re.MULTILINE))
 

@@ -338,13 +338,18 @@ class PoliciesBench {
       quality.passkeys =
           context == options_.contexts.front() ? static_cast<int>(options_.passkeys) : 0;
       const absl::Time begin = absl::Now();
-      SLUICE_ASSIGN_OR_RETURN(
-          const QualityResult found,
-          MeasureQuality(
-              world_, policies_, *texts_, quality,
-              [&](const std::string& phase, const std::string& detail, double done) {
-                clock_.Begin(phase, absl::StrCat(ProgressBar(done, absl::Now() - begin), detail));
-              }));
+      const auto progress = [&](const std::string& phase, const std::string& detail, double done,
+                                const QualityResult& so_far) {
+        clock_.Begin(phase, absl::StrCat(ProgressBar(done, absl::Now() - begin), detail));
+        if (phase != "prompts" || options_.out.empty()) return;
+        // A run of an hour leaves its results so far. What fails here fails again at the end.
+        const Report before = report_;
+        AddQuality(so_far, &report_);
+        WriteFolder().IgnoreError();
+        report_ = before;
+      };
+      SLUICE_ASSIGN_OR_RETURN(const QualityResult found,
+                              MeasureQuality(world_, policies_, *texts_, quality, progress));
       clock_.Pause();
       out_.Print(QualityText(found));
       AddQuality(found, &report_);
@@ -407,16 +412,15 @@ int RunPoliciesBench(const Invocation& invocation) {
   std::vector<std::string> policies;
   if (const auto status = ReadPoliciesOptions(invocation, &o, &policies)) return *status;
   Report report = NewReport("policies", invocation);
-  report.shape = {
-      {"policies", o.policies},
-      {"workload", WorkloadName(o, o.drifts.front())},
-      {"contexts", absl::StrJoin(o.contexts, ",")},
-      {"hbm", o.hbm_bytes},
-      {"dram", o.dram_bytes},
-      {"budget_tokens", o.quality ? "shares of the context" : absl::StrCat(o.budget)},
-      {"dense_layers", absl::StrCat(o.dense_layers)},
-      {"block_tokens", absl::StrCat(o.block_tokens)},
-      {"workers", absl::StrCat(o.workers)}};
+  report.shape = {{"policies", o.policies},
+                  {"workload", WorkloadName(o, o.drifts.front())},
+                  {"contexts", absl::StrJoin(o.contexts, ",")},
+                  {"hbm", o.hbm_bytes},
+                  {"dram", o.dram_bytes},
+                  {"budget_tokens", o.quality ? "shares of the context" : absl::StrCat(o.budget)},
+                  {"dense_layers", absl::StrCat(o.dense_layers)},
+                  {"block_tokens", absl::StrCat(o.block_tokens)},
+                  {"workers", absl::StrCat(o.workers)}};
   // The report does not contain the policies' log lines.
   SetUpLogging(LogLevel::kWarn, LogFormat::kText);
   const absl::StatusOr<int> status = PoliciesBench(o, std::move(policies), std::move(report)).Run();

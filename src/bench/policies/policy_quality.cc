@@ -45,14 +45,15 @@ struct Variation {
 class QualityRun {
  public:
   QualityRun(const PolicyWorld& world, const QualityOptions& options, ContextMaker* contexts,
-             const QualityProgress& progress, int cases)
+             const QualityProgress& progress, int cases, QualityResult* out)
       : world_(world),
         options_(options),
         contexts_(contexts),
         progress_(progress),
-        cases_(cases) {}
+        cases_(cases),
+        out_(out) {}
 
-  absl::Status Text(const QualityTexts::Text& text, std::vector<PolicyQuality>* out) {
+  absl::Status Text(const QualityTexts::Text& text) {
     const auto prompt = static_cast<size_t>(options_.context);
     const size_t steps = std::min(static_cast<size_t>(options_.steps), text.ids.size() - prompt);
     Tell("prompts", text.name);
@@ -62,11 +63,11 @@ class QualityRun {
     const absl::Span<const int32_t> next = absl::MakeConstSpan(text.ids).subspan(prompt, steps);
     Tell(kFull, text.name);
     SLUICE_ASSIGN_OR_RETURN(const std::vector<StepLogits> full, Dictate(kFull, 1, context, next));
-    for (PolicyQuality& quality : *out) {
+    for (PolicyQuality& quality : out_->policies) {
       Tell(quality.policy, text.name);
-      SLUICE_ASSIGN_OR_RETURN(
-          const std::vector<StepLogits> found,
-          quality.policy == kFull ? full
+      SLUICE_ASSIGN_OR_RETURN(const std::vector<StepLogits> found,
+                              quality.policy == kFull
+                                  ? full
                                   : Dictate(quality.policy, quality.budget_share, context, next));
       PolicyQuality::Text& measured = quality.texts.emplace_back();
       measured.name = text.name;
@@ -77,23 +78,25 @@ class QualityRun {
     return absl::OkStatus();
   }
 
-  absl::Status Passkey(const QualityTexts::Passkey& passkey, QualityResult* out) {
-    PasskeyCase& made = out->passkeys.emplace_back();
+  absl::Status Passkey(const QualityTexts::Passkey& passkey) {
+    Tell("prompts", passkey.name);
+    PasskeyCase& made = out_->passkeys.emplace_back();
     made.name = passkey.name;
     made.kind = passkey.kind;
     made.variant = passkey.variant;
     made.tokens = static_cast<int>(passkey.ids.size());
     made.depth = passkey.depth;
     const auto answer_tokens = static_cast<int>(passkey.answer.size());
-    Tell("prompts", passkey.name);
     SLUICE_ASSIGN_OR_RETURN(const Context context, contexts_->Compute(passkey.ids));
     Tell(kFull, passkey.name);
     FullQueries queries;
-    SLUICE_ASSIGN_OR_RETURN(const int right, Right(kFull, 1, context, passkey.answer,
-                                                   {nullptr, 1, options_.blame ? &queries : nullptr}));
+    SLUICE_ASSIGN_OR_RETURN(const int right,
+                            Right(kFull, 1, context, passkey.answer,
+                                  {nullptr, 1, options_.blame ? &queries : nullptr}));
     made.full = right == answer_tokens;
-    for (size_t i = 0; i < out->policies.size() && made.full; ++i) {
-      const PolicyQuality& quality = out->policies[i];
+    made.full_right = right;
+    for (size_t i = 0; i < out_->policies.size() && made.full; ++i) {
+      const PolicyQuality& quality = out_->policies[i];
       PasskeyOutcome& outcome = made.outcomes.emplace_back();
       outcome.policy = i;
       outcome.right = right;
@@ -104,9 +107,11 @@ class QualityRun {
                                                      passkey.answer, {}));
       }
       outcome.found = outcome.right == answer_tokens;
+    }
+    for (PasskeyOutcome& outcome : made.outcomes) {
       if (outcome.found || !options_.blame) continue;
       Tell("blame", passkey.name);
-      SLUICE_ASSIGN_OR_RETURN(outcome.blame, Why(quality, context, passkey.answer, queries));
+      SLUICE_ASSIGN_OR_RETURN(outcome.blame, Why(outcome, context, passkey.answer, queries));
     }
     ++done_;
     return absl::OkStatus();
@@ -114,7 +119,7 @@ class QualityRun {
 
  private:
   void Tell(const std::string& phase, const std::string& detail) const {
-    progress_(phase, detail, static_cast<double>(done_) / std::max(cases_, 1));
+    progress_(phase, detail, static_cast<double>(done_) / std::max(cases_, 1), *out_);
   }
   int BlockTokens() const { return world_.model->cache_layout().kinds[0].block_tokens; }
 
@@ -134,7 +139,11 @@ class QualityRun {
   absl::StatusOr<std::unique_ptr<Sequence>> Begin(const std::string& policy, double share,
                                                   const Context& context, size_t more,
                                                   const Variation& variation) {
-    const PolicyWorld world = WorldOf(share, context, more);
+    PolicyWorld world = WorldOf(share, context, more);
+    // Scout would leave up to its share limit to the CPU, however often a step is computed.
+    if (variation.repeats > 1) {
+      world.options.scout.intervals.assign(static_cast<size_t>(world.model->config().layers), 1);
+    }
     auto sequence = std::make_unique<Sequence>();
     SLUICE_ASSIGN_OR_RETURN(sequence->policy, SetUpPolicy(world, policy));
     AttentionPolicy* outer = sequence->policy.get();
@@ -145,9 +154,9 @@ class QualityRun {
       outer = sequence->feed.get();
     }
     if (variation.watch != nullptr) {
-      SLUICE_ASSIGN_OR_RETURN(sequence->watch,
-                              QueryWatch::Create(outer, config.layers, config.heads,
-                                                 config.head_dim, world.device));
+      SLUICE_ASSIGN_OR_RETURN(
+          sequence->watch,
+          QueryWatch::Create(outer, config.layers, config.heads, config.head_dim, world.device));
       outer = sequence->watch.get();
     }
     SLUICE_ASSIGN_OR_RETURN(
@@ -199,12 +208,14 @@ class QualityRun {
     return right;
   }
 
-  absl::StatusOr<Blame> Why(const PolicyQuality& quality, const Context& context,
+  // Returns why the newest case's key was lost. REQUIRES: the case has its outcomes.
+  absl::StatusOr<Blame> Why(const PasskeyOutcome& lost, const Context& context,
                             const std::vector<int32_t>& answer, const FullQueries& queries) {
+    const PolicyQuality& quality = out_->policies[lost.policy];
     const auto finds = [&](const std::string& policy,
                            const Variation& variation) -> absl::StatusOr<bool> {
-      SLUICE_ASSIGN_OR_RETURN(
-          const int right, Right(policy, quality.budget_share, context, answer, variation));
+      SLUICE_ASSIGN_OR_RETURN(const int right,
+                              Right(policy, quality.budget_share, context, answer, variation));
       return right == static_cast<int>(answer.size());
     };
     BlameEvidence evidence;
@@ -225,9 +236,14 @@ class QualityRun {
     if (ahead && !evidence.real && !evidence.settled) {
       SLUICE_ASSIGN_OR_RETURN(evidence.both, finds(quality.policy, {&queries, kSettlingSteps}));
     }
-    if (!evidence.real && !evidence.settled && !evidence.both && quality.policy != kOracle) {
-      SLUICE_ASSIGN_OR_RETURN(evidence.oracle, finds(kOracle, {}));
+    if (evidence.real || evidence.settled || evidence.both) return BlameOf(evidence);
+    for (const PasskeyOutcome& outcome : out_->passkeys.back().outcomes) {
+      const PolicyQuality& other = out_->policies[outcome.policy];
+      if (other.policy != kOracle || other.budget_share != quality.budget_share) continue;
+      evidence.oracle = outcome.found;
+      return BlameOf(evidence);
     }
+    SLUICE_ASSIGN_OR_RETURN(evidence.oracle, finds(kOracle, {}));
     return BlameOf(evidence);
   }
 
@@ -236,6 +252,7 @@ class QualityRun {
   ContextMaker* const contexts_;
   const QualityProgress& progress_;
   const int cases_;
+  QualityResult* const out_;
   int done_ = 0;
 };
 
@@ -296,8 +313,7 @@ absl::StatusOr<QualityResult> MeasureQuality(PolicyWorld world,
         "no text is longer than the context of ", options.context,
         " tokens: make longer ones (tools/sluice texts --tokens), or take shorter --contexts"));
   }
-  const size_t passkeys =
-      std::min(texts.passkeys.size(), static_cast<size_t>(options.passkeys));
+  const size_t passkeys = std::min(texts.passkeys.size(), static_cast<size_t>(options.passkeys));
   int longest = used_texts.empty() ? 0 : options.context + options.steps;
   for (size_t i = 0; i < passkeys; ++i) {
     const auto& passkey = texts.passkeys[i];
@@ -316,11 +332,11 @@ absl::StatusOr<QualityResult> MeasureQuality(PolicyWorld world,
   out.context = options.context;
   out.policies = Rows(policies, options.budget_shares);
   QualityRun run(world, options, contexts.get(), progress,
-                 static_cast<int>(used_texts.size() + passkeys));
+                 static_cast<int>(used_texts.size() + passkeys), &out);
   for (size_t i = 0; i < passkeys; ++i) {
-    SLUICE_RETURN_IF_ERROR(run.Passkey(texts.passkeys[i], &out));
+    SLUICE_RETURN_IF_ERROR(run.Passkey(texts.passkeys[i]));
   }
-  for (const auto& text : used_texts) SLUICE_RETURN_IF_ERROR(run.Text(text, &out.policies));
+  for (const auto& text : used_texts) SLUICE_RETURN_IF_ERROR(run.Text(text));
   return out;
 }
 

@@ -56,7 +56,8 @@ struct PasskeyCase {
   std::string name, kind, variant;
   int tokens = 0;
   double depth = 0;
-  bool full = false;  // `full` finds the key. If not, no other policy is asked.
+  bool full = false;   // `full` finds the key. If not, no other policy is asked.
+  int full_right = 0;  // Tokens of the answer that `full` gives before the first wrong one.
   std::vector<PasskeyOutcome> outcomes;
 };
 
@@ -76,10 +77,10 @@ struct QualityOptions {
   bool blame = true;  // Run lost cases again to see why.
 };
 
-// Says what is about to be computed, in a word that phases of a clock have, and in detail; and
-// which share of all cases is done.
-using QualityProgress =
-    std::function<void(const std::string& phase, const std::string& detail, double done)>;
+// Says what is about to be computed, in a word that phases of a clock have ("prompts": a new case
+// begins) and in detail; which share of all cases is done; and what they have given so far.
+using QualityProgress = std::function<void(const std::string& phase, const std::string& detail,
+                                           double done, const QualityResult& so_far)>;
 
 // Measures every policy, in the order of `policies`, at every budget; `full` is computed whether or
 // not it is among them. Budgets are whole blocks. A policy whose name sets a budget has only that.

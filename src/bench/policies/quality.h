@@ -47,9 +47,9 @@ struct QualityTexts {
   };
   struct Passkey {
     std::string name;
-    std::string kind;     // That of the text in which the key lies.
-    std::string variant;  // single, multi or topic
-    double depth = 0;     // Where the key lies, as a share of the text.
+    std::string kind;             // That of the text in which the key lies.
+    std::string variant;          // single, multi or topic
+    double depth = 0;             // Where the key lies, as a share of the text.
     std::vector<int32_t> ids;     // The text and the question.
     std::vector<int32_t> answer;  // The expected continuation.
   };

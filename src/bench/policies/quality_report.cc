@@ -49,13 +49,14 @@ std::string DistanceLine(const QualityResult& result, const PolicyQuality& quali
   const Spread agreement = Agreement(quality);
   const Spread change =
       SpreadOf(quality.texts, [](const Distance& d) { return d.perplexity_change(); });
-  std::string out = absl::StrFormat(
-      "%-24s %6s %6d  %6.2f%% (%5.1f-%5.1f) ", quality.policy, BudgetName(quality), all.steps(),
-      100 * all.top1_agreement(), 100 * agreement.least, 100 * agreement.most);
+  std::string out = absl::StrFormat("%-24s %6s %6d  %6.2f%% (%5.1f-%5.1f) ", quality.policy,
+                                    BudgetName(quality), all.steps(), 100 * all.top1_agreement(),
+                                    100 * agreement.least, 100 * agreement.most);
   const PolicyQuality* const oracle = OracleOf(result, quality);
   const auto beside = [&](const char* form, double value) {
-    absl::StrAppend(&out, oracle == nullptr ? absl::StrFormat("%8s", "-")
-                                            : absl::StrFormat("%+8.2f", value), form);
+    absl::StrAppend(
+        &out, oracle == nullptr ? absl::StrFormat("%8s", "-") : absl::StrFormat("%+8.2f", value),
+        form);
   };
   const Distance of_oracle = oracle == nullptr ? all : oracle->All();
   beside("  ", 100 * (all.top1_agreement() - of_oracle.top1_agreement()));
@@ -152,8 +153,13 @@ json DistanceJson(const Distance& distance) {
 }
 
 json PasskeyJson(const QualityResult& result, const PasskeyCase& passkey) {
-  json out = {{"name", passkey.name},       {"kind", passkey.kind},   {"variant", passkey.variant},
-              {"tokens", passkey.tokens},   {"depth", passkey.depth}, {"full", passkey.full},
+  json out = {{"name", passkey.name},
+              {"kind", passkey.kind},
+              {"variant", passkey.variant},
+              {"tokens", passkey.tokens},
+              {"depth", passkey.depth},
+              {"full", passkey.full},
+              {"full_right", passkey.full_right},
               {"policies", json::array()}};
   for (const PasskeyOutcome& outcome : passkey.outcomes) {
     const PolicyQuality& quality = result.policies[outcome.policy];

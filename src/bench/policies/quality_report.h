@@ -17,7 +17,8 @@ std::string QualityText(const QualityResult& result);
 //   quality   a list of {policy, budget_share, context, steps, top1_agreement, mean_kl_nats,
 //             perplexity, perplexity_change, texts [{name, kind, ...}], and, beside policy oracle
 //             at the same budget, top1_below_oracle and perplexity_over_oracle}
-//   passkeys  a list of {name, kind, variant, tokens, depth, full, policies [{policy, budget_share,
+//   passkeys  a list of {name, kind, variant, tokens, depth, full, full_right, policies [{policy,
+//   budget_share,
 //             budget_tokens, found, right, blame}]}
 void AddQuality(const QualityResult& result, Report* report);
 
