@@ -17,6 +17,8 @@
 // The thread blocks of a list take equal runs of its shortlist, and keep the scores of each head
 // in shared memory. For sums of softmax they are a cluster, and exchange their sums in between. A
 // score is a chain of its own, whichever block computes it, and sums are added in order.
+#include <algorithm>
+
 #include "kernels/cuda/common/attention_tile.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/select/group_scores.cuh"
@@ -238,7 +240,7 @@ struct StagedBlock {
     // q * range * 0.4, the B operand that levels of 0.25 and 1 are multiplied by, and the score of
     // the middle of the range, which is the same for all tokens.
     uint32_t ranges[segments][4];
-    float middle[4] = {};
+    float middle[4] = {}, odd_middle[4] = {};
 #pragma unroll
     for (int s = 0; s < segments; ++s) {
       const unsigned char* const least = at + s * kSegment * 2 + c * 8;
@@ -257,8 +259,10 @@ struct StagedBlock {
       const uint32_t first[4] = {centers[0], centers[0], centers[1], centers[1]};
       const uint32_t second[4] = {centers[2], centers[2], centers[3], centers[3]};
       MultiplyAdd(middle, first, queries.pairs[s][0], queries.pairs[s][1]);
-      MultiplyAdd(middle, second, queries.pairs[s][2], queries.pairs[s][3]);
+      MultiplyAdd(odd_middle, second, queries.pairs[s][2], queries.pairs[s][3]);
     }
+    middle[0] += odd_middle[0];
+    middle[1] += odd_middle[1];
     HeadScores scores;
     const unsigned char* row = at + kDigestBytes + lane / 4 * kTokenBytes;
     for (int tile = 0; tile < block_tokens; tile += kTileRows, row += kTileRows * kTokenBytes) {
@@ -295,7 +299,10 @@ struct BlockQueue {
   int slot, kv_head, begin, end;
   unsigned char* stages;  // [kStages][bytes]
   int bytes;              // of a stage
-  // Of this lane's entry among the 32 next ones.
+  float* scores;          // of the list
+  // Of this lane's entry among the 32 next ones: its block, the first block behind the entry
+  // before, and where they lie.
+  int block = 0, gap = 0;
   const unsigned char* digest = nullptr;
   const unsigned char* codes = nullptr;
 
@@ -303,14 +310,16 @@ struct BlockQueue {
   __device__ void LookUp(int n) {
     const int i = begin + (n + static_cast<int>(threadIdx.x) % 32) * kWarps;
     if (i >= end) return;
-    const int block = list.blocks[i];
+    block = list.blocks[i];
+    gap = i == 0 ? 0 : list.blocks[i - 1] + 1;
     digest = reinterpret_cast<const unsigned char*>(
         RowAt<__nv_bfloat16>(p.digests, slot, block, kv_head));
     codes = reinterpret_cast<const unsigned char*>(
         RowAt<uint32_t>(p.codes, slot, block * p.block_tokens, kv_head));
   }
 
-  // Starts the copy of entry n, if there is one. Calls must be in the order of n.
+  // Starts the copy of entry n, if there is one, and writes -inf to the blocks between the entry
+  // before and its own. Calls must be in the order of n.
   __device__ void Start(int n) {
     if (n % 32 == 0) LookUp(n);
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -326,6 +335,9 @@ struct BlockQueue {
       for (int at = lane * 16; at < bytes; at += 32 * 16) {
         CopyAsync(to + at, at < kDigest ? from_digest + at : from_codes + at - kDigest);
       }
+      const int end_of_gap = __shfl_sync(0xffffffffu, block, n % 32);
+      const int first = __shfl_sync(0xffffffffu, gap, n % 32);
+      for (int unit = first + lane; unit < end_of_gap; unit += 32) scores[unit] = -INFINITY;
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
@@ -345,13 +357,13 @@ struct BlockQueue {
   }
 };
 
-int KeptBytes(const RefineScoresParams& p) {
-  return (p.units.capacity / kScoreParts + 1) * kTileHeads * static_cast<int>(sizeof(float));
+int KeptBytes(const RefineScoresParams& p, int parts) {
+  return (p.units.capacity / parts + 1) * kTileHeads * static_cast<int>(sizeof(float));
 }
 
-// Grid: (kScoreParts, KV heads, rows); for sums of softmax in clusters of kScoreParts. Shared
-// memory: the stages of every warp, then scores of this block's entries, [capacity / kScoreParts +
-// 1][kTileHeads].
+// Grid: (blocks that share a list, KV heads, rows); for sums of softmax these blocks are a cluster.
+// Shared memory: the stages of every warp, then scores of this block's entries, [capacity / parts
+// + 1][kTileHeads].
 template <int segments>
 __global__ void __launch_bounds__(kThreads)
     RefineScoresKernel(const __grid_constant__ RefineScoresParams p) {
@@ -367,13 +379,13 @@ __global__ void __launch_bounds__(kThreads)
   const int kv_heads = p.digests.kv_heads, group = p.heads / kv_heads, dim = p.digests.dim / 2;
   const Shortlist list(p, row, kv_head);
   float* const scores = p.scores + (int64_t{row} * kv_heads + kv_head) * p.score_stride;
-  const int part = static_cast<int>(blockIdx.x);
-  const int begin = list.count * part / kScoreParts, end = list.count * (part + 1) / kScoreParts;
+  const int part = static_cast<int>(blockIdx.x), parts = static_cast<int>(gridDim.x);
+  const int begin = list.count * part / parts, end = list.count * (part + 1) / parts;
   const int bytes = StagedBlock<segments>::Bytes(p.block_tokens);
   auto* const kept = reinterpret_cast<float*>(shared + kWarps * kStages * bytes);
 
-  BlockQueue<segments> queue{
-      p, list, slot, kv_head, begin + warp, end, shared + warp * kStages * bytes, bytes};
+  unsigned char* const stages = shared + warp * kStages * bytes;
+  BlockQueue<segments> queue{p, list, slot, kv_head, begin + warp, end, stages, bytes, scores};
   for (int n = 0; n + 1 < kStages; ++n) queue.Start(n);
   QueryOperands<segments> queries;
   queries.Load(p.q + row * p.q_stride + int64_t{kv_head} * group * dim, group, dim, p.scale);
@@ -382,10 +394,9 @@ __global__ void __launch_bounds__(kThreads)
     queue.Start(n + kStages - 1);
     const float2 pair = queue.Wait(n).Score(queries, p.block_tokens);
     if (lane < 4) reinterpret_cast<float2*>(kept + (i - begin) * kTileHeads)[lane] = pair;
-    list.FillBefore(i, scores, lane, 32);
     __syncwarp();  // before the next copy overwrites the stage
   }
-  if (part == kScoreParts - 1 && warp == 0) list.FillBefore(list.count, scores, lane, 32);
+  if (part == parts - 1 && warp == 0) list.FillBefore(list.count, scores, lane, 32);
   __syncthreads();
   const bool softmax = p.reduction == GroupReduction::kSoftmaxSum;
   if (softmax) {
@@ -404,7 +415,7 @@ __global__ void __launch_bounds__(kThreads)
     __cluster_barrier_wait();
     if (threadIdx.x < kTileHeads) {
       RunningSum all = RunningSum::Empty();
-      for (int block = 0; block < kScoreParts; ++block) {
+      for (int block = 0; block < parts; ++block) {
         all.Add(static_cast<const RunningSum*>(
             __cluster_map_shared_rank(&sums[0], block))[threadIdx.x]);
       }
@@ -428,16 +439,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-int SharedBytes(const RefineScoresParams& p) {
+int SharedBytes(const RefineScoresParams& p, int parts) {
   const int bytes = p.digests.dim == 256 ? StagedBlock<4>::Bytes(p.block_tokens)
                                          : StagedBlock<2>::Bytes(p.block_tokens);
-  return kWarps * kStages * bytes + KeptBytes(p);
+  return kWarps * kStages * bytes + KeptBytes(p, parts);
+}
+
+// Returns how many blocks share a list. In all there are two for each multiprocessor, if their
+// shared memory suffices: branches have priority over the step's own stream, whose next kernel
+// would else wait for this one. The sums of a softmax are added by block, so there the number must
+// not depend on the rows.
+int PartsOf(const RefineScoresParams& p, int processors) {
+  if (p.reduction == GroupReduction::kSoftmaxSum) return kScoreParts;
+  int parts = std::clamp(2 * processors / (p.rows * p.digests.kv_heads), 1, kScoreParts);
+  while (parts < kScoreParts && SharedBytes(p, parts) > kMaxShared) ++parts;
+  return parts;
 }
 
 bool FitsTensorCores(const RefineScoresParams& p) {
   return p.digests.type == DType::kBFloat16 && (p.digests.dim == 128 || p.digests.dim == 256) &&
          p.block_tokens % kTileRows == 0 && p.codes.rows_per_page % p.block_tokens == 0 &&
-         p.heads / p.digests.kv_heads <= kTileHeads && SharedBytes(p) <= kMaxShared &&
+         p.heads / p.digests.kv_heads <= kTileHeads && SharedBytes(p, kScoreParts) <= kMaxShared &&
          HasAlignedRows(p.digests) && HasAlignedRows(p.codes);
 }
 
@@ -451,11 +473,18 @@ cudaError_t LaunchRefineScores(const RefineScoresParams& p, cudaStream_t stream)
                ? LaunchGroupScores<CodedBlocks<float>>(p, stream)
                : LaunchGroupScores<CodedBlocks<__nv_bfloat16>>(p, stream);
   }
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) return error;
+  const int parts = PartsOf(p, processors);
   const auto kernel = p.digests.dim == 256 ? RefineScoresKernel<4> : RefineScoresKernel<2>;
-  const dim3 grid(kScoreParts, p.digests.kv_heads, p.rows), block(kThreads);
-  const auto bytes = static_cast<size_t>(SharedBytes(p));
+  const dim3 grid(parts, p.digests.kv_heads, p.rows), block(kThreads);
+  const auto bytes = static_cast<size_t>(SharedBytes(p, parts));
   return p.reduction == GroupReduction::kSoftmaxSum
-             ? LaunchClusters(kernel, grid, block, dim3(kScoreParts), bytes, stream, p)
+             ? LaunchClusters(kernel, grid, block, dim3(parts), bytes, stream, p)
              : LaunchKernel(kernel, grid, block, bytes, stream, p);
 }
 

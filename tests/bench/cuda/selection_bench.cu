@@ -1,6 +1,7 @@
 // Times selection on a GPU, in Qwen3-14B's geometry (40 query and 8 KV heads of 128, blocks of
 // 32), beside plain reads of as many bytes in the same run: digests' scores and top-k, one after
-// the other in a graph, over operands that rotate so that no launch finds its digests in L2;
+// the other in a graph, over operands that rotate so that no launch finds its digests in L2; scores
+// of key codes;
 // digests of decode rows; and digests of a whole prompt over the link.
 //
 //   sluice-selection-bench [SUBSTRING OF A CASE'S NAME]
@@ -26,6 +27,8 @@ using namespace kernels;  // NOLINT: this file is about them
 constexpr int32_t kHeads = 40, kKvHeads = 8, kHeadDim = 128, kBlockTokens = 32;
 constexpr int32_t kRowsOfPage = 32;  // digest rows, 16 KiB of each head
 constexpr int64_t kRowBytes = int64_t{4} * kHeadDim;
+constexpr int32_t kShortlist = 256, kCodesOfPage = 512;  // blocks, tokens
+constexpr int64_t kCodeBytes = int64_t{kHeadDim} / 4;
 constexpr int64_t kPageBytes = kKvHeads * kRowsOfPage * kRowBytes;
 
 __global__ void FillBf16(uint16_t* data, int64_t count) {
@@ -157,6 +160,26 @@ class Bench {
           }));
   }
 
+  // Times scores of key codes, of a shortlist of 256 blocks in each list.
+  void Refine(int rows, int context, GroupReduction reduction, const char* what) {
+    const std::string name = "refined scores, " + std::to_string(rows) + " x " +
+                             std::to_string(context >> 10) + "K, " + what;
+    if (!Wants(name)) return;
+    RefineScoresParams p = RefineParams(rows, context);
+    p.reduction = reduction;
+    const double bytes = 1.0 * rows * kKvHeads * kShortlist *
+                         static_cast<double>(kRowBytes + kBlockTokens * kCodeBytes);
+    const int64_t pages = p.digests.table_stride;
+    const int64_t sets =
+        std::max<int64_t>(1, kArenaBytes / kPageBytes / (rows * (pages + p.codes.table_stride)));
+    Print(name, bytes, Time(kLaunches, kReplays, [&](int i, cudaStream_t stream) {
+            RefineScoresParams of_set = p;
+            of_set.digests.page_table = pages_ + i % sets * rows * (pages + p.codes.table_stride);
+            of_set.codes.page_table = of_set.digests.page_table + rows * pages;
+            Check(cuda::LaunchRefineScores(of_set, stream), "refined scores");
+          }));
+  }
+
   // Times rows that extend their newest block, or one row that begins at 0.
   void Digest(int rows, int context, bool bulk) {
     const std::string name =
@@ -222,6 +245,43 @@ class Bench {
     p.reduction = GroupReduction::kMax;
     return p;
   }
+  RefineScoresParams RefineParams(int rows, int context) const {
+    const DigestScoresParams scores = ScoresParams(rows, context);
+    const int64_t lists = int64_t{rows} * kKvHeads;
+    RefineScoresParams p{};
+    p.q = scores.q;
+    p.q_stride = scores.q_stride;
+    p.slots = scores.slots;
+    p.positions = scores.positions;
+    p.digests = scores.digests;
+    p.codes = {arena_,
+               pages_,
+               (context - 1) / kCodesOfPage + 1,
+               kPageBytes,
+               kCodesOfPage * kCodeBytes,
+               kCodesOfPage,
+               2 * KeyCodeWords(kHeadDim),
+               DType::kFloat32,
+               kKvHeads};
+    std::mt19937 random(5);
+    std::vector<int32_t> all(static_cast<size_t>(context / kBlockTokens - 1)), units;
+    std::iota(all.begin(), all.end(), 0);
+    for (int64_t list = 0; list < lists; ++list) {
+      std::shuffle(all.begin(), all.end(), random);
+      std::sort(all.begin(), all.begin() + kShortlist);
+      units.insert(units.end(), all.begin(), all.begin() + kShortlist);
+    }
+    p.units = {DeviceCopy(units),
+               DeviceCopy(std::vector<int32_t>(static_cast<size_t>(lists), kShortlist)),
+               kShortlist};
+    p.scores = scores.scores;
+    p.score_stride = scores.score_stride;
+    p.rows = rows;
+    p.heads = kHeads;
+    p.block_tokens = kBlockTokens;
+    p.scale = scores.scale;
+    return p;
+  }
   // Returns Scout's params for those scores.
   static TopKParams TopParams(int rows, const DigestScoresParams& scores) {
     constexpr int32_t kBudget = 64;
@@ -278,6 +338,9 @@ int main(int argc, char** argv) {
   }
   bench.Scores(10, 64 << 10, GroupReduction::kMean, "mean");
   bench.Scores(10, 64 << 10, GroupReduction::kSoftmaxSum, "softmax-sum");
+  bench.Refine(10, 64 << 10, GroupReduction::kMax, "max");
+  bench.Refine(1, 64 << 10, GroupReduction::kMax, "max");
+  bench.Refine(10, 64 << 10, GroupReduction::kSoftmaxSum, "softmax-sum");
   bench.Top(10, 2048, 32, 64, 2, kNoMargin);
   bench.Top(1, 2048, 32, 64, 2, kNoMargin);
   bench.Top(64, 2048, 32, 64, 2, kNoMargin);
