@@ -14,12 +14,13 @@ FLAGS = ["--budget-tokens", "64", "--hgca-window-tokens", "96", "--dense-layers"
 @pytest.fixture(scope="module", params=LIMITS)
 def served(request, tiny_models, start):
     node = start("sluice-server", tiny_models("tiny-llama"), "--policy", request.param, *FLAGS, "--hbm-bytes", "16MiB",
-                 "--dram-bytes", "16MiB", "--policy-worker-deadline-seconds", "60s")
+                 "--dram-bytes", "16MiB", "--policy-worker-deadline-seconds", "60s", "--local-prefill", "always")
     return node, LIMITS[request.param]
 
 
 def test_the_end_and_the_metrics_say_how_many_tokens_are_exact(served):
     node, limit = served
+    counter = "sluice_decoded_tokens_total"
     before = Scrape(node)
     assert before.get("sluice_exact_limit_tokens") == limit
     exact = approximate = 0
@@ -34,8 +35,7 @@ def test_the_end_and_the_metrics_say_how_many_tokens_are_exact(served):
         approximate += tokens - wanted
 
     def grown(now):
-        return [now.get("sluice_decoded_tokens_total", exact=kind) - before.get("sluice_decoded_tokens_total", exact=kind)
-                for kind in ("true", "false")]
+        return [now.get(counter, exact=kind) - before.get(counter, exact=kind) for kind in ("true", "false")]
 
     after = wait_for(node, lambda now: grown(now) == [exact, approximate], 5 * SCALE)
     assert grown(after) == [exact, approximate]
