@@ -40,6 +40,7 @@ struct KernelTable {
   // Sparse attention (kernels/sparse_params.h).
   void (*digest)(const DigestParams&, Worker);
   void (*digest_scores)(const DigestScoresParams&, Worker);
+  void (*refine_scores)(const RefineScoresParams&, Worker);
   void (*exact_scores)(const ExactScoresParams&, Worker);
   void (*partial_keys)(const PartialKeysParams&, Worker);
   void (*partial_scores)(const PartialScoresParams&, Worker);

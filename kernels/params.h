@@ -70,9 +70,32 @@ struct EmbeddingParams {
   int32_t rows;
 };
 
-// Computes out = x / sqrt(mean(x^2) + eps) * weight, per row. The first also_rows rows are written
-// a second time with other weights, so that a row is read once both for this layer and for the next
-// one. The bits of either result are those that it would have alone.
+// What a norm that is a layer's first operator also does for its first `rows` rows, which are
+// decode rows: it predicts the norm of the next layer's input, from which that layer's queries can
+// be predicted. A sequence's *drift* at a layer is the mean of how its decode rows' x differs
+// between the layer's begin and the next one's: of the first 1 / kDriftWeight rows each counts the
+// same, and then a new row has the weight kDriftWeight. Row n of a sequence's decode rows (from 0)
+// is the one at position first_positions[slot * first_stride] + n; at n = 0 no drift is known, and
+// what lies in the memory does not count.
+struct AheadNormParams {
+  int32_t rows = 0;                    // <= RmsNormParams::rows
+  const int32_t* slots = nullptr;      // [rows]; a padded row has no drift; null: no row has
+  const int32_t* positions = nullptr;  // [rows]
+  const int32_t* first_positions = nullptr;
+  int64_t first_stride = 0;
+  // out = norm of x + drift. Null: nothing is written.
+  const float* weight = nullptr;  // [dim] weights of the next layer
+  void* out = nullptr;            // [rows][dim] of out_type
+  const float* drift = nullptr;   // [slots][slot_stride], this layer's; null: 0
+  // The drift of the layer before is updated by x - before. Null: it is not.
+  float* drift_before = nullptr;  // [slots][slot_stride]
+  float* before = nullptr;        // [rows][dim] x of the layer before; x takes its place; or null
+  int64_t slot_stride = 0;
+};
+inline constexpr float kDriftWeight = 0.1f;
+
+// Computes out = x / sqrt(mean(x^2) + eps) * weight, per row, and what `ahead` says. The bits of
+// `out` do not depend on `ahead`.
 struct RmsNormParams {
   const float* x;            // [*][x_stride]
   const int32_t* row_index;  // [rows] rows of x to take, or null for 0..rows-1; -1: out row = 0
@@ -83,9 +106,7 @@ struct RmsNormParams {
   int32_t dim;
   float epsilon;
   DType out_type;
-  const float* also_weight = nullptr;  // [dim]
-  void* also_out = nullptr;            // [also_rows][dim] of out_type
-  int32_t also_rows = 0;               // <= rows
+  AheadNormParams ahead = {};  // REQUIRES: ahead.rows == 0, or row_index is null
 };
 
 // Rows [0, decode_rows) of a step are decode rows: tokens past the prompts of sequences that

@@ -18,7 +18,8 @@ namespace sluice::kernels {
 
 SLUICE_PLAIN_PARAMS(WeightMatrix, 32);
 SLUICE_PLAIN_PARAMS(EmbeddingParams, 80);
-SLUICE_PLAIN_PARAMS(RmsNormParams, 80);
+SLUICE_PLAIN_PARAMS(AheadNormParams, 88);
+SLUICE_PLAIN_PARAMS(RmsNormParams, 144);
 SLUICE_PLAIN_PARAMS(LinearParams, 72);
 SLUICE_PLAIN_PARAMS(RopeTableParams, 40);
 SLUICE_PLAIN_PARAMS(PagedCache, 56);
@@ -32,8 +33,9 @@ SLUICE_PLAIN_PARAMS(SamplingSlot, 64);
 SLUICE_PLAIN_PARAMS(SampleParams, 120);
 SLUICE_PLAIN_PARAMS(PagedRows, 56);
 SLUICE_PLAIN_PARAMS(UnitLists, 24);
-SLUICE_PLAIN_PARAMS(DigestParams, 144);
+SLUICE_PLAIN_PARAMS(DigestParams, 200);
 SLUICE_PLAIN_PARAMS(DigestScoresParams, 128);
+SLUICE_PLAIN_PARAMS(RefineScoresParams, 208);
 SLUICE_PLAIN_PARAMS(ExactScoresParams, 128);
 SLUICE_PLAIN_PARAMS(PartialKeysParams, 152);
 SLUICE_PLAIN_PARAMS(PartialScoresParams, 136);
@@ -65,7 +67,7 @@ SLUICE_PLAIN_PARAMS(CombineParams, 48);
 
 static_assert(offsetof(EmbeddingParams, table) == 32, "EmbeddingParams::table");
 static_assert(offsetof(RmsNormParams, out_type) == 52, "RmsNormParams::out_type");
-static_assert(offsetof(RmsNormParams, also_rows) == 72, "RmsNormParams::also_rows");
+static_assert(offsetof(RmsNormParams, ahead) == 56, "RmsNormParams::ahead");
 static_assert(offsetof(LinearParams, bias) == 40, "LinearParams::bias");
 static_assert(offsetof(LinearParams, accumulate) == 68, "LinearParams::accumulate");
 static_assert(offsetof(PagedCache, block_tokens) == 32, "PagedCache::block_tokens");

@@ -54,6 +54,15 @@ enum class GroupReduction : int32_t {
 // the block's tokens up to positions[r]. A row of `digests` describes one block: [head_dim]
 // smallest values, then [head_dim] largest values, of the cache's type (exact). Rows of one slot
 // must not share a block.
+//
+// If `codes` has a base, every token of each of these blocks that is complete (its last token is at
+// positions[r] or before) also gets its key code: two bits for each element of K, which say in
+// which quarter of the block's range [smallest, largest] the element lies. A row of `codes`
+// describes one token: KeyCodeWords(head_dim) words of bits that are set in the upper half of the
+// range, then as many of bits that are set in the outer quarters; element d is bit d % 32 of word d
+// / 32, and bits behind head_dim are 0. In float32, with middle = (smallest + largest) / 2 and
+// quarter = (largest - smallest) / 4: upper is k > middle; outer is k > middle + quarter in the
+// upper half, and k <= middle - quarter in the lower one.
 struct DigestParams {
   PagedCache cache;
   PagedRows digests;               // dim = 2 * head_dim
@@ -61,7 +70,17 @@ struct DigestParams {
   const int32_t* first_positions;  // [rows]; null: positions
   const int32_t* positions;        // [rows]
   int32_t rows;
+  // int32, dim = 2 * KeyCodeWords(head_dim); base null: none are wanted
+  PagedRows codes = {};
 };
+
+// Returns how many words hold one bit of every element of a key.
+constexpr int32_t KeyCodeWords(int32_t head_dim) { return (head_dim + 31) / 32; }
+// Returns where in a block's range an element with this code is taken to lie, from 0 to 1. Most
+// elements lie near the middle, so these levels err less than the middles of the quarters.
+constexpr double KeyCodeLevel(bool upper, bool outer) {
+  return 0.5 + (upper ? 1 : -1) * (outer ? 0.4 : 0.1);
+}
 
 // Computes scores[l][b] = reduction over the group's heads of scale * sum_d max(q_d * largest_d,
 // q_d * smallest_d), for b < positions[r] / block_tokens. The score is an upper bound of scale * q
@@ -76,6 +95,29 @@ struct DigestScoresParams {
   PagedRows digests;
   float* scores;         // [lists][score_stride]
   int64_t score_stride;  // >= number of units of the longest row
+  int32_t rows;
+  int32_t heads;
+  int32_t block_tokens;
+  float scale;
+  GroupReduction reduction;
+};
+
+// Computes the scores of a shortlist of blocks from key codes: a head's score of a block in `units`
+// is the natural-log sum-exp of scale * q k' over the block's tokens, where each element of k' is
+// smallest + (largest - smallest) * KeyCodeLevel of the token's code. The reduction over a group's
+// heads is over the shortlist: blocks outside it, and the newest block (whose codes are not read),
+// have the score -inf, and no part in a softmax. Scores are approximate by nature: a kernel may
+// round k' and q to bf16.
+struct RefineScoresParams {
+  const float* q;  // as in DigestScoresParams
+  int64_t q_stride;
+  const int32_t* slots;
+  const int32_t* positions;
+  PagedRows digests;
+  PagedRows codes;
+  UnitLists units;
+  float* scores;  // [lists][score_stride]
+  int64_t score_stride;
   int32_t rows;
   int32_t heads;
   int32_t block_tokens;

@@ -60,15 +60,50 @@ void StoreNormed(const RmsNormParams& p, const float* x, float factor, const flo
   for (; i < p.dim; ++i) PutAs(result, p.out_type, out + i, x[i] * factor * weight[i]);
 }
 
+inline constexpr int64_t kMaxNormDim = 16384;
+
+// Writes x + drift of a row of the look-ahead to `ahead`, and updates the drift of the layer
+// before.
+inline void AheadInput(const RmsNormParams& p, int64_t r, float* ahead) {
+  const AheadNormParams& a = p.ahead;
+  const float* const x = p.x + r * p.x_stride;
+  const int64_t slot = a.slots == nullptr ? -1 : a.slots[r];
+  const int64_t n =
+      slot < 0 ? 0 : a.positions[r] - int64_t{a.first_positions[slot * a.first_stride]};
+  const bool known = slot >= 0 && n > 0 && a.drift != nullptr;
+  const float* const drift = known ? a.drift + slot * a.slot_stride : nullptr;
+  for (int64_t i = 0; i < p.dim; ++i) ahead[i] = known ? x[i] + drift[i] : x[i];
+  if (a.before == nullptr) return;
+  float* const before = a.before + r * p.dim;
+  if (slot >= 0 && a.drift_before != nullptr) {
+    float* const updated = a.drift_before + slot * a.slot_stride;
+    const float mean = 1.0f / static_cast<float>(n + 1);
+    const float weight = mean > kDriftWeight ? mean : kDriftWeight;
+    for (int64_t i = 0; i < p.dim; ++i) {
+      const float change = x[i] - before[i];
+      updated[i] = n == 0 ? change : updated[i] + weight * (change - updated[i]);
+    }
+  }
+  for (int64_t i = 0; i < p.dim; ++i) before[i] = x[i];
+}
+
 template <class S>
 void RmsNorm(const RmsNormParams& p, Worker worker) {
+  if (p.ahead.rows > 0 && p.dim > kMaxNormDim) {
+    KernelCheckFailed("rms_norm: rows of the look-ahead have 16384 elements at most");
+  }
   const Range mine = Share(p.rows, worker);
   for (int64_t r = mine.begin; r < mine.end; ++r) {
     const int64_t source = p.row_index != nullptr ? p.row_index[r] : r;
     const float* const x = source < 0 ? nullptr : p.x + source * p.x_stride;
     const float factor = x == nullptr ? 0 : InverseRms<S>(x, p.dim, p.epsilon);
     StoreNormed<S>(p, x, factor, p.weight, p.out, r);
-    if (r < p.also_rows) StoreNormed<S>(p, x, factor, p.also_weight, p.also_out, r);
+    if (r >= p.ahead.rows) continue;
+    alignas(64) float ahead[kMaxNormDim];
+    AheadInput(p, r, ahead);
+    if (p.ahead.out == nullptr) continue;
+    StoreNormed<S>(p, ahead, InverseRms<S>(ahead, p.dim, p.epsilon), p.ahead.weight, p.ahead.out,
+                   r);
   }
 }
 

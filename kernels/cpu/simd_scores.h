@@ -1,10 +1,10 @@
-// Digests, and scores of units from digests and from keys, for any path (`S`: see simd_math.h).
+// Scores of units from digests and from keys, for any path (`S`: see simd_math.h).
 //
 // Queries become floats once for each list, scaled; then every score is a dot product of a query
 // and a row, one chain of vectors over the row in rising order, whatever is computed beside it.
 #pragma once
 
-#include "kernels/cpu/simd_elementwise.h"
+#include "kernels/cpu/simd_digest.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -12,96 +12,6 @@ namespace {
 inline constexpr int kScoreHeads = 8;  // query heads of a group that are taken at a time
 inline constexpr int kScoreUnits = 64;
 inline constexpr int kMaxRowDim = 2 * kMaxHeadDim;
-
-template <class S>
-inline typename S::F LoadElements(const float* p) {
-  return S::Load(p);
-}
-template <class S>
-inline typename S::F LoadElements(const uint16_t* p) {
-  return S::LoadBf16(p);
-}
-
-// Writes the smallest and the largest of each element of `tokens` rows of [dim] to [2][dim] floats.
-template <class S, typename T>
-void LeastAndLargest(const T* keys, int64_t tokens, int64_t dim, float* out) {
-  using F = typename S::F;
-  constexpr int kVectors = 4;
-  int64_t d = 0;
-  for (; d + kVectors * S::kWidth <= dim; d += kVectors * S::kWidth) {
-    F least[kVectors], largest[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      least[v] = largest[v] = LoadElements<S>(keys + d + v * S::kWidth);
-    }
-    for (int64_t t = 1; t < tokens; ++t) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        const F key = LoadElements<S>(keys + t * dim + d + v * S::kWidth);
-        least[v] = S::Min(least[v], key);
-        largest[v] = S::Max(largest[v], key);
-      }
-    }
-    for (int v = 0; v < kVectors; ++v) {
-      S::Store(out + d + v * S::kWidth, least[v]);
-      S::Store(out + dim + d + v * S::kWidth, largest[v]);
-    }
-  }
-  for (; d < dim; d += S::kWidth) {
-    F least = LoadElements<S>(keys + d), largest = least;
-    for (int64_t t = 1; t < tokens; ++t) {
-      const F key = LoadElements<S>(keys + t * dim + d);
-      least = S::Min(least, key);
-      largest = S::Max(largest, key);
-    }
-    S::Store(out + d, least);
-    S::Store(out + dim + d, largest);
-  }
-}
-
-template <class S>
-void DigestBlock(const DigestParams& p, int64_t row, int64_t block, int64_t head) {
-  const PagedCache& c = p.cache;
-  const int64_t begin = block * c.block_tokens;
-  const int64_t tokens = Min(c.block_tokens, p.positions[row] + 1 - begin);
-  const int64_t keys = KeyIndex(c, p.slots[row], begin, head);
-  alignas(64) float digest[2 * kMaxHeadDim];
-  if (c.type == DType::kFloat32) {
-    LeastAndLargest<S>(static_cast<const float*>(c.base) + keys, tokens, c.head_dim, digest);
-  } else {
-    LeastAndLargest<S>(static_cast<const uint16_t*>(c.base) + keys, tokens, c.head_dim, digest);
-  }
-  char* out = static_cast<char*>(p.digests.base) + RowOffset(p.digests, p.slots[row], block, head);
-  WriteRounded(out, p.digests.type, 0, digest, 2 * int64_t{c.head_dim});
-}
-
-// The (row, block, head) triples are taken in order, cut into equal shares: a sequence that is
-// warmed has one row of many blocks.
-template <class S>
-void Digest(const DigestParams& p, Worker worker) {
-  const PagedCache& c = p.cache;
-  if (c.head_dim % 16 != 0 || c.head_dim > kMaxHeadDim || p.digests.type != c.type) {
-    KernelCheckFailed("digest: head_dim a multiple of 16 up to 256, digests of the cache's type");
-  }
-  const auto first_block = [&](int64_t r) {
-    return (p.first_positions != nullptr ? p.first_positions[r] : p.positions[r]) / c.block_tokens;
-  };
-  const auto items = [&](int64_t r) {
-    const int64_t last = p.positions[r];
-    if (p.slots[r] < 0) return int64_t{0};
-    return (last / c.block_tokens + 1 - first_block(r)) * c.kv_heads;
-  };
-  int64_t total = 0;
-  for (int64_t r = 0; r < p.rows; ++r) total += items(r);
-  const Range mine = Share(total, worker);
-  int64_t before = 0;
-  for (int64_t r = 0; r < p.rows && before < mine.end; ++r) {
-    const int64_t count = items(r);
-    for (int64_t i = Max(mine.begin - before, 0); i < Min(mine.end - before, count); ++i) {
-      DigestBlock<S>(p, r, first_block(r) + i / c.kv_heads, i % c.kv_heads);
-    }
-    before += count;
-  }
-}
 
 // Computes out[h * stride] = queries[h] . row for kHeads queries of `dim` floats, `pitch` apart.
 template <class S, int kHeads, typename T>

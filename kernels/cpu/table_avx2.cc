@@ -5,6 +5,7 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/gathered_products.h"
 #include "kernels/cpu/simd_attention.h"
+#include "kernels/cpu/simd_codes.h"
 #include "kernels/cpu/simd_index_logits.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_mla.h"
@@ -127,6 +128,7 @@ const KernelTable& Avx2Table() {
       .transfer = Transfer,
       .digest = Digest<Avx2>,
       .digest_scores = DigestScores<Avx2>,
+      .refine_scores = RefineScores<Avx2>,
       .exact_scores = ExactScores<Avx2>,
       .partial_keys = PartialKeys<Avx2>,
       .partial_scores = PartialScores<Avx2>,

@@ -9,6 +9,7 @@
 #include "kernels/cpu/linear_avx512.h"
 #include "kernels/cpu/mla_bf16.h"
 #include "kernels/cpu/simd_avx512.h"
+#include "kernels/cpu/simd_codes.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
@@ -41,6 +42,7 @@ const KernelTable& Avx512Bf16Table() {
       .transfer = Transfer,
       .digest = Digest<Avx512>,
       .digest_scores = DigestScores<Avx512>,
+      .refine_scores = RefineScores<Avx512>,
       .exact_scores = ExactScores<Avx512>,
       .partial_keys = PartialKeys<Avx512>,
       .partial_scores = PartialScores<Avx512>,

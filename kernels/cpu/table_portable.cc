@@ -2,6 +2,7 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/gathered_products.h"
 #include "kernels/cpu/simd_attention.h"
+#include "kernels/cpu/simd_codes.h"
 #include "kernels/cpu/simd_index_logits.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_mla.h"
@@ -90,6 +91,7 @@ const KernelTable& PortableTable() {
       .transfer = Transfer,
       .digest = Digest<Portable>,
       .digest_scores = DigestScores<Portable>,
+      .refine_scores = RefineScores<Portable>,
       .exact_scores = ExactScores<Portable>,
       .partial_keys = PartialKeys<Portable>,
       .partial_scores = PartialScores<Portable>,

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -43,24 +44,51 @@ void Embedding(const EmbeddingParams& p, Worker worker) {
   }
 }
 
+namespace {
+
+// Returns x + drift of a row of the look-ahead, and updates the drift of the layer before.
+std::vector<double> AheadInput(const RmsNormParams& p, int64_t r) {
+  const AheadNormParams& a = p.ahead;
+  const float* const x = p.x + r * p.x_stride;
+  std::vector<double> ahead(x, x + p.dim);
+  const int32_t slot = a.slots == nullptr ? -1 : a.slots[r];
+  const int64_t n =
+      slot < 0 ? 0 : a.positions[r] - int64_t{a.first_positions[slot * a.first_stride]};
+  for (int32_t i = 0; i < p.dim; ++i) {
+    if (slot >= 0 && n > 0 && a.drift != nullptr) {
+      ahead[static_cast<size_t>(i)] += a.drift[slot * a.slot_stride + i];
+    }
+    if (a.before == nullptr) continue;
+    float& before = a.before[r * p.dim + i];
+    if (slot >= 0 && a.drift_before != nullptr) {
+      float& drift = a.drift_before[slot * a.slot_stride + i];
+      const double change = double{x[i]} - before;
+      const double weight = std::max(double{kDriftWeight}, 1.0 / static_cast<double>(n + 1));
+      drift = static_cast<float>(n == 0 ? change : drift + weight * (change - drift));
+    }
+    before = x[i];
+  }
+  return ahead;
+}
+
+}  // namespace
+
 void RmsNorm(const RmsNormParams& p, Worker worker) {
   const Range mine = Share(p.rows, worker);
   for (int64_t r = mine.begin; r < mine.end; ++r) {
     const int64_t source = p.row_index != nullptr ? p.row_index[r] : r;
-    const auto put = [&](const float* weight, void* out) {
-      std::vector<double> x(static_cast<size_t>(p.dim), 0.0);
-      if (source >= 0) {
-        for (int32_t i = 0; i < p.dim; ++i) {
-          x[static_cast<size_t>(i)] = p.x[source * p.x_stride + i];
-        }
-        NormaliseHead(x, weight, p.epsilon);
-      }
+    const auto put = [&](std::vector<double> x, const float* weight, void* out) {
+      if (source >= 0) NormaliseHead(x, weight, p.epsilon);
       for (int32_t i = 0; i < p.dim; ++i) {
         Put(out, p.out_type, r * p.dim + i, x[static_cast<size_t>(i)]);
       }
     };
-    put(p.weight, p.out);
-    if (r < p.also_rows) put(p.also_weight, p.also_out);
+    std::vector<double> x(static_cast<size_t>(p.dim), 0.0);
+    if (source >= 0) std::copy_n(p.x + source * p.x_stride, p.dim, x.begin());
+    put(std::move(x), p.weight, p.out);
+    if (r >= p.ahead.rows) continue;
+    std::vector<double> ahead = AheadInput(p, r);
+    if (p.ahead.out != nullptr) put(std::move(ahead), p.ahead.weight, p.ahead.out);
   }
 }
 

@@ -25,6 +25,7 @@ void CopyRows(const CopyRowsParams& p, Worker worker);
 void MovingAverage(const MovingAverageParams& p, Worker worker);
 void Digest(const DigestParams& p, Worker worker);
 void DigestScores(const DigestScoresParams& p, Worker worker);
+void RefineScores(const RefineScoresParams& p, Worker worker);
 void ExactScores(const ExactScoresParams& p, Worker worker);
 void TopK(const TopKParams& p, Worker worker);
 void Split(const SplitParams& p, Worker worker);

@@ -19,6 +19,35 @@ double LogSumExp(const std::vector<double>& x) {
   return largest + std::log(sum);
 }
 
+// Returns the address of a row of words.
+uint32_t* WordsAt(const PagedRows& r, int64_t slot, int64_t row, int64_t head) {
+  return reinterpret_cast<uint32_t*>(static_cast<char*>(r.base) + RowOffset(r, slot, row, head));
+}
+
+bool BitOf(const uint32_t* words, int64_t d) { return (words[d / 32] >> (d % 32) & 1) != 0; }
+
+// Writes the key codes of a complete block.
+void WriteCodes(const DigestParams& p, int64_t slot, int64_t block, int64_t head) {
+  const PagedCache& c = p.cache;
+  const int64_t words = KeyCodeWords(c.head_dim);
+  const char* digest =
+      static_cast<const char*>(p.digests.base) + RowOffset(p.digests, slot, block, head);
+  for (int64_t t = block * c.block_tokens; t < (block + 1) * c.block_tokens; ++t) {
+    uint32_t* const row = WordsAt(p.codes, slot, t, head);
+    std::fill_n(row, 2 * words, 0u);
+    for (int64_t d = 0; d < c.head_dim; ++d) {
+      const auto least = static_cast<float>(Get(digest, p.digests.type, d));
+      const auto largest = static_cast<float>(Get(digest, p.digests.type, c.head_dim + d));
+      const auto key = static_cast<float>(Get(c.base, c.type, KeyIndex(c, slot, t, head) + d));
+      const float middle = (least + largest) * 0.5f, quarter = (largest - least) * 0.25f;
+      const bool upper = key > middle;
+      const bool outer = upper ? key > middle + quarter : key <= middle - quarter;
+      row[d / 32] |= uint32_t{upper} << (d % 32);
+      row[words + d / 32] |= uint32_t{outer} << (d % 32);
+    }
+  }
+}
+
 // Makes one score per unit from those of every head of a group.
 void Reduce(const std::vector<std::vector<double>>& heads, GroupReduction reduction, float* out) {
   std::vector<double> lse;
@@ -71,6 +100,9 @@ void Digest(const DigestParams& p, Worker worker) {
           Put(row, p.digests.type, d, least);
           Put(row, p.digests.type, dim + d, largest);
         }
+        if (p.codes.base != nullptr && end == begin + c.block_tokens) {
+          WriteCodes(p, p.slots[r], block, h);
+        }
       }
     }
   }
@@ -100,6 +132,50 @@ void DigestScores(const DigestScoresParams& p, Worker worker) {
     }
     Reduce(scores, p.reduction, p.scores + list * p.score_stride);
     p.scores[list * p.score_stride + newest] = kNegativeInfinity;
+  }
+}
+
+void RefineScores(const RefineScoresParams& p, Worker worker) {
+  const int64_t kv_heads = p.digests.kv_heads, group = p.heads / kv_heads;
+  const int64_t dim = p.digests.dim / 2, words = p.codes.dim / 2;
+  const Range mine = Share(p.rows * kv_heads, worker);
+  for (int64_t list = mine.begin; list < mine.end; ++list) {
+    const int64_t r = list / kv_heads, kv_head = list % kv_heads, slot = p.slots[r];
+    if (slot < 0) continue;
+    const int64_t newest = p.positions[r] / p.block_tokens;
+    float* const out = p.scores + list * p.score_stride;
+    std::fill_n(out, newest + 1, kNegativeInfinity);
+    std::vector<int64_t> blocks;
+    for (int64_t i = 0; i < p.units.counts[list]; ++i) {
+      const int64_t block = p.units.units[list * p.units.capacity + i];
+      if (block < newest) blocks.push_back(block);
+    }
+    if (blocks.empty()) continue;
+    std::vector<std::vector<double>> scores(static_cast<size_t>(group));
+    for (int64_t g = 0; g < group; ++g) {
+      const float* q = p.q + r * p.q_stride + (kv_head * group + g) * dim;
+      for (const int64_t block : blocks) {
+        const char* digest =
+            static_cast<const char*>(p.digests.base) + RowOffset(p.digests, slot, block, kv_head);
+        std::vector<double> of_tokens;
+        for (int64_t t = block * p.block_tokens; t < (block + 1) * p.block_tokens; ++t) {
+          const uint32_t* row = WordsAt(p.codes, slot, t, kv_head);
+          double sum = 0;
+          for (int64_t d = 0; d < dim; ++d) {
+            const double least = Get(digest, p.digests.type, d);
+            const double largest = Get(digest, p.digests.type, dim + d);
+            const double level = KeyCodeLevel(BitOf(row, d), BitOf(row + words, d));
+            const double key = least + (largest - least) * level;
+            sum += double{q[d]} * key;
+          }
+          of_tokens.push_back(double{p.scale} * sum);
+        }
+        scores[static_cast<size_t>(g)].push_back(LogSumExp(of_tokens));
+      }
+    }
+    std::vector<float> reduced(blocks.size());
+    Reduce(scores, p.reduction, reduced.data());
+    for (size_t i = 0; i < blocks.size(); ++i) out[blocks[i]] = reduced[i];
   }
 }
 

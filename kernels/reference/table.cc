@@ -20,6 +20,7 @@ const KernelTable& Table() {
       .transfer = Transfer,
       .digest = Digest,
       .digest_scores = DigestScores,
+      .refine_scores = RefineScores,
       .exact_scores = ExactScores,
       .partial_keys = PartialKeys,
       .partial_scores = PartialScores,

@@ -55,8 +55,13 @@ struct PolicyOptions {
   struct Scout {
     float share_limit = 0.12f;       // beta: largest share of the budget that the CPU attends to
     std::vector<int32_t> intervals;  // steps between recalls, by layer; empty: a controller decides
-    bool layer_ahead = true;         // false: the CPU gets the real query, once it is known
-    bool recall = true;              // false: recall only in a sequence's first step
+    // False, for benches: blocks are selected by their digests alone, as published.
+    bool key_codes = true;
+    // False, for benches: queries are predicted from the input of the layer before alone, as
+    // published.
+    bool drift = true;
+    bool layer_ahead = true;  // false: the CPU gets the real query, once it is known
+    bool recall = true;       // false: recall only in a sequence's first step
     // True: attend to all resident blocks, selected or not, and keep a block that leaves the ring
     // resident while there are KV slots. False, for benches: the paper's form, which attends to the
     // selected blocks alone and has to recall what left the ring.

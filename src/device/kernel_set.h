@@ -93,6 +93,7 @@ class KernelSet {
   virtual int32_t MaxRecallPlaces() const { return std::numeric_limits<int32_t>::max(); }
   virtual void Digest(Stream& stream, const kernels::DigestParams& params) = 0;
   virtual void DigestScores(Stream& stream, const kernels::DigestScoresParams& params) = 0;
+  virtual void RefineScores(Stream& stream, const kernels::RefineScoresParams& params) = 0;
   virtual void ExactScores(Stream& stream, const kernels::ExactScoresParams& params) = 0;
   virtual void PartialKeys(Stream& stream, const kernels::PartialKeysParams& params) = 0;
   virtual void PartialScores(Stream& stream, const kernels::PartialScoresParams& params) = 0;

@@ -224,6 +224,8 @@ void BatchState::Forward(Stream& stream, const Shape& shape, Model& model,
   StepInputs step;
   step.tokens = device_tables_.tokens.as<int32_t>();
   step.token_stride = max_context_;
+  step.first_positions = &device_tables_.sampling.as<SamplingSlot>()->prompt_length;
+  step.first_stride = sizeof(SamplingSlot) / sizeof(int32_t);
   step.slots = in.slots;
   step.positions = in.positions;
   step.rows = shape.rows;

@@ -56,6 +56,10 @@ class DenseModel : public DecoderModel {
     return ops_.Activation(ahead_normed_, int64_t{layer % 2} * predicted_rows_,
                            config_.hidden_size);
   }
+  // Returns the drift of a layer (kernels::AheadNormParams), that of slot 0.
+  float* Drift(int layer) const {
+    return drift_.as<float>() + int64_t{layer} * config_.hidden_size;
+  }
   float AttentionScale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim)); }
   void Ffn(Stream& stream, int layer, RowRange rows);
   int qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
@@ -66,6 +70,8 @@ class DenseModel : public DecoderModel {
   // The buffers that LookAhead reads and writes, for the decode rows.
   Buffer ahead_normed_;  // activation [2][predicted_rows_][hidden], by the layer's parity
   Buffer predicted_;     // float32 [predicted_rows_][q]
+  Buffer before_;        // float32 [predicted_rows_][hidden]: the residual of the layer before
+  Buffer drift_;         // float32 [slots][layers][hidden]
   Buffer partial_;       // float32 [partial_rows_][heads * (head_dim + 1)]
   int64_t partial_rows_ = 0;
   int predicted_rows_ = 0;
@@ -122,6 +128,10 @@ absl::Status DenseModel::AllocateLayers(Workspace& workspace) {
       workspace.Allocate(&ahead_normed_, 2 * predicted_rows_, hidden * act, "normed activations"));
   SLUICE_RETURN_IF_ERROR(
       workspace.Allocate(&predicted_, predicted_rows_, config_.q_size() * 4, "predicted queries"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&before_, predicted_rows_, hidden * 4, "residuals of the look-ahead"));
+  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&drift_, max_logits_, config_.layers * hidden * 4,
+                                            "the drift of the look-ahead"));
   const int64_t entry = int64_t{config_.heads} * (config_.head_dim + 1) * 4;
   partial_rows_ = kernels_.AttentionScratchBytes({max_logits_, config_.heads, config_.kv_heads,
                                                   config_.head_dim, max_context_}) /
@@ -156,15 +166,29 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   void* normed = ops_.Activation(normed_, rows.begin, hidden);
   float* qkv = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
   // The residual changes before the end of the layer, so the input from which the next layer's
-  // queries are predicted is kept here.
+  // queries are predicted is made here.
   kernels::RmsNormParams norm = NormOf(Residual(rows), w.input_norm, normed, rows.count);
   const bool looks_ahead = LooksAhead(layer + 1, in, attention);
   if (looks_ahead) {
     SLUICE_CHECK(rows.begin == 0 && in.decode_rows <= predicted_rows_,
                  "one decode row of a sequence in a step");
-    norm.also_weight = layers_[static_cast<size_t>(layer) + 1].input_norm.data();
-    norm.also_out = AheadInput(layer + 1);
-    norm.also_rows = in.decode_rows;
+    norm.ahead.weight = layers_[static_cast<size_t>(layer) + 1].input_norm.data();
+    norm.ahead.out = AheadInput(layer + 1);
+    norm.ahead.rows = in.decode_rows;
+  }
+  // If this layer's queries were predicted, the residual that they were predicted from is in
+  // `before_`, and the drift can be measured.
+  const bool was_ahead = layer > 0 && LooksAhead(layer, in, attention);
+  if ((looks_ahead || was_ahead) && attention.FollowsDrift() && in.first_positions != nullptr) {
+    norm.ahead.rows = in.decode_rows;
+    norm.ahead.slots = in.slots;
+    norm.ahead.positions = in.positions;
+    norm.ahead.first_positions = in.first_positions;
+    norm.ahead.first_stride = in.first_stride;
+    norm.ahead.drift = Drift(layer);
+    norm.ahead.drift_before = was_ahead ? Drift(layer - 1) : nullptr;
+    norm.ahead.before = before_.as<float>();
+    norm.ahead.slot_stride = int64_t{config_.layers} * hidden;
   }
   kernels_.RmsNorm(stream, norm);
   if (looks_ahead) LookAhead(stream, layer + 1, in, attention);

@@ -68,6 +68,7 @@ class NoKernels : public KernelSet {
   void Transfer(Stream&, const kernels::TransferParams&) override {}
   void Digest(Stream&, const kernels::DigestParams&) override {}
   void DigestScores(Stream&, const kernels::DigestScoresParams&) override {}
+  void RefineScores(Stream&, const kernels::RefineScoresParams&) override {}
   void ExactScores(Stream&, const kernels::ExactScoresParams&) override {}
   void PartialKeys(Stream&, const kernels::PartialKeysParams&) override {}
   void PartialScores(Stream&, const kernels::PartialScoresParams&) override {}

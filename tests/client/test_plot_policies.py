@@ -44,6 +44,22 @@ def test_a_folder_without_a_report_is_said_so(tmp_path, capsys):
     assert "policies.json" in capsys.readouterr().err
 
 
+def passkey_of(full, found):
+    return {"tokens": 1200, "depth": 0.4, "variant": "multi", "full": full,
+            "policies": [{"policy": "full", "budget_share": 1, "found": True},
+                         {"policy": "scout", "budget_share": 0.25, "found": found}] if full else []}
+
+
+def test_pass_keys_that_full_finds_are_drawn_for_each_policy_and_budget(tmp_path, capsys):
+    cases = [passkey_of(True, False), passkey_of(True, True), passkey_of(False, False)]
+    assert plot_policies.keys_by_policy(cases) == {
+        ("scout", 0.25): [(1200, 0.4, "multi", False), (1200, 0.4, "multi", True)]}
+    pytest.importorskip("matplotlib")
+    (tmp_path / "policies.json").write_text(json.dumps(report() | {"details": {"passkeys": cases}}))
+    assert main(["plot-policies", "--run", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "pass-keys.png")]
+
+
 def test_plots_are_png_files(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "policies.json").write_text(json.dumps(report()))

@@ -180,15 +180,28 @@ def test_misses_at_first_and_a_forecast():
 def test_quality_compares_with_full(tiny_models, tmp_path):
     texts = tmp_path / "texts.json"
     ids = [(i * 37) % 250 + 3 for i in range(300)]
-    texts.write_text(json.dumps({"schema": "sluice-texts/1", "texts": [{"name": "t", "ids": ids}],
-                                 "passkeys": [{"name": "p", "ids": ids[:200], "answer": [5]}]}))
-    report = report_of("policies", "--model", tiny_models("tiny-llama"), "--policies", "full,scout", "--quality",
-                       "--texts", texts, "--contexts", "256", "--quality-steps", "8", "--passkeys", "1",
-                       "--dense-layers", "0", "--hbm-bytes", "16MiB", "--dram-bytes", "32MiB", timeout=300)
-    full, scout = report["details"]["quality"]
+    case = {"name": "p", "kind": "code", "variant": "single", "depth": 0.5, "ids": ids[:200], "answer": [5]}
+    texts.write_text(json.dumps({"schema": "sluice-texts/2", "texts": [{"name": "t", "kind": "news", "ids": ids}],
+                                 "passkeys": [case]}))
+    report = report_of("policies", "--model", tiny_models("tiny-llama"), "--policies", "full,scout,oracle",
+                       "--quality", "--texts", texts, "--contexts", "256", "--quality-steps", "8", "--passkeys", "1",
+                       "--budget-shares", "50,60", "--dense-layers", "0", "--hbm-bytes", "16MiB", "--dram-bytes",
+                       "32MiB", "--out", tmp_path / "run", timeout=300)
+    rows = {(row["policy"], row["budget_share"]): row for row in report["details"]["quality"]}
+    assert set(rows) == {("full", 1), ("scout", 0.5), ("scout", 0.6), ("oracle", 0.5), ("oracle", 0.6)}
+    full, scout = rows["full", 1], rows["scout", 0.5]
     assert full["top1_agreement"] == 1 and full["mean_kl_nats"] == 0 and full["perplexity_change"] == 0
     assert scout["steps"] == 8 and scout["mean_kl_nats"] > 0
-    assert full["passkeys"] == scout["passkeys"] == 1
+    assert [text["name"] for text in scout["texts"]] == ["t"]
+    oracle = rows["oracle", 0.5]
+    assert scout["top1_below_oracle"] == pytest.approx(oracle["top1_agreement"] - scout["top1_agreement"])
+    assert oracle["perplexity_over_oracle"] == 0
+    asked, = report["details"]["passkeys"]
+    assert (asked["kind"], asked["variant"], asked["tokens"], asked["depth"]) == ("code", "single", 200, 0.5)
+    assert len(asked["policies"]) == (5 if asked["full"] else 0)
+    written = json.loads((tmp_path / "run" / "policies.json").read_text())
+    assert written["details"]["passkeys"] == report["details"]["passkeys"]
+    assert report["details"]["seconds"].keys() >= {"prompts", "full"}
 
 
 def test_serve_counts_every_request_and_token(small):

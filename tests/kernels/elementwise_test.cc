@@ -36,38 +36,101 @@ void TestRmsNorm(const KernelTable& table, Random& random) {
         const int64_t stride = dim + (dim % 3 == 0 ? 5 : 8);
         const auto x = NormalBuffer<float>(9 * stride, random, 3.0f);
         const auto weight = NormalBuffer<float>(dim, random);
-        const auto also_weight = NormalBuffer<float>(dim, random);
         for (const int32_t* rows_of_x : {static_cast<const int32_t*>(nullptr), index.data()}) {
           RmsNormParams p = {x.data(), rows_of_x, weight.data(), nullptr, stride,
                              rows,     dim,       1e-5f,         type};
           const auto want = RunTyped(Reference().rms_norm, p, int64_t{rows} * dim, 1);
           const auto got = RunTyped(table.rms_norm, p, int64_t{rows} * dim, 3);
           CHECK(Difference(got.span(), want.span(), Tolerance(type), dim) == "");
-          // The first rows are written a second time: either result has the bits that it has alone.
-          const int32_t also_rows = rows / 2;
-          RmsNormParams other = p;
-          other.weight = also_weight.data();
-          other.rows = also_rows;
-          const auto alone = RunTyped(table.rms_norm, other, int64_t{also_rows} * dim, 1);
-          Guarded<float> also(int64_t{also_rows} * dim);  // holds either type
-          p.also_weight = also_weight.data();
-          p.also_out = also.data();
-          p.also_rows = also_rows;
-          const auto both = RunTyped(table.rms_norm, p, int64_t{rows} * dim, 3);
-          CHECK(also.Damage() == "");
-          CHECK(BitDifference(both.span(), got.span(), dim) == "");
-          for (int64_t i = 0; i < int64_t{also_rows} * dim; ++i) {
-            const float seen = type == DType::kFloat32
-                                   ? also[i]
-                                   : Bf16ToFloat(reinterpret_cast<const uint16_t*>(also.data())[i]);
-            REQUIRE(seen == alone[i]);
-          }
         }
       }
     }
   }
 }
 SLUICE_TEST_ON_EVERY_PATH("rms_norm agrees with the reference", TestRmsNorm)
+
+// Rows of three sequences, which go on for some steps through two layers, with the state of the
+// look-ahead in between.
+struct AheadRun {
+  AheadRun(int32_t elements, DType out_type)
+      : dim(elements),
+        type(out_type),
+        stride(2 * int64_t{dim} + 4),
+        before(kRows * dim),
+        drift(kSlots * stride),
+        out(kRows * dim),
+        ahead(kRows * dim) {
+    // What lies there before a sequence's first row does not count.
+    std::fill_n(drift.data(), drift.size(), std::numeric_limits<float>::quiet_NaN());
+    std::fill_n(before.data(), before.size(), 0.0f);
+  }
+
+  // Computes the norm before layer `layer` of 2; that of the last one only measures the drift.
+  void Step(void (*kernel)(const RmsNormParams&, Worker), int workers, const Guarded<float>& x,
+            const Guarded<float>& weight, const Guarded<int32_t>& slots,
+            const Guarded<int32_t>& positions, const Guarded<int32_t>& first, int layer) {
+    RmsNormParams p = {x.data(), nullptr, weight.data(), out.data(), dim, kRows, dim, 1e-5f, type};
+    p.ahead.rows = kRows - 1;
+    p.ahead.slots = slots.data();
+    p.ahead.positions = positions.data();
+    p.ahead.first_positions = first.data();
+    p.ahead.first_stride = 2;
+    p.ahead.weight = weight.data();
+    p.ahead.out = layer == 0 ? ahead.data() : nullptr;
+    p.ahead.drift = drift.data();
+    p.ahead.drift_before = layer == 0 ? nullptr : drift.data();
+    p.ahead.before = before.data();
+    p.ahead.slot_stride = stride;
+    RunWorkers(kernel, p, workers);
+  }
+
+  static constexpr int32_t kRows = 5, kSlots = 4;
+  int32_t dim;
+  DType type;
+  int64_t stride;
+  Guarded<float> before, drift, out, ahead;  // out and ahead hold either type
+};
+
+void TestAhead(const KernelTable& table, Random& random) {
+  const auto slots = BufferOf<int32_t>({2, -1, 0, 3, 1});
+  const auto first = BufferOf<int32_t>({7, -9, 0, -9, 40, -9, 11, -9});
+  for (const int32_t dim : {1, 33, 576, 5120}) {
+    for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
+      INFO(dim << " elements");
+      const auto weight = NormalBuffer<float>(dim, random);
+      AheadRun want(dim, type), got(dim, type);
+      for (int32_t step = 0; step < 14; ++step) {
+        const auto positions = BufferOf<int32_t>({40 + step, 0, 7 + step, 11 + step, 3});
+        const auto at_begin = NormalBuffer<float>(AheadRun::kRows * dim, random, 3.0f);
+        const auto at_end = NormalBuffer<float>(AheadRun::kRows * dim, random, 3.0f);
+        for (int layer = 0; layer < 2; ++layer) {
+          const auto& x = layer == 0 ? at_begin : at_end;
+          want.Step(Reference().rms_norm, 1, x, weight, slots, positions, first, layer);
+          got.Step(table.rms_norm, 1 + step % 3, x, weight, slots, positions, first, layer);
+        }
+        CHECK(got.before.Damage() + got.drift.Damage() + got.out.Damage() == "");
+        for (const int32_t slot : {0, 2, 3}) {
+          for (int32_t i = 0; i < dim; ++i) {
+            const float w = want.drift[slot * want.stride + i];
+            REQUIRE(std::fabs(got.drift[slot * got.stride + i] - w) <= 1e-5f * (1 + std::fabs(w)));
+          }
+        }
+        for (int32_t i = 0; i < (AheadRun::kRows - 1) * dim; ++i) {
+          const auto value = [&](const Guarded<float>& of) {
+            return type == DType::kFloat32
+                       ? of[i]
+                       : Bf16ToFloat(reinterpret_cast<const uint16_t*>(of.data())[i]);
+          };
+          REQUIRE(std::fabs(value(got.ahead) - value(want.ahead)) <=
+                  Tolerance(type) * (1 + std::fabs(value(want.ahead))));
+          REQUIRE(std::fabs(value(got.out) - value(want.out)) <=
+                  Tolerance(type) * (1 + std::fabs(value(want.out))));
+        }
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("a look-ahead's norm follows the drift of a sequence's rows", TestAhead)
 
 void TestSiluMul(const KernelTable& table, Random& random) {
   for (int32_t dim : {1, 17, 1536, 12288}) {

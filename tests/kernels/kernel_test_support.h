@@ -105,6 +105,7 @@ Guarded<T> BufferOf(std::initializer_list<T> values) {
 }
 
 inline double Value(float v) { return v; }
+inline double Value(int32_t v) { return v; }
 inline double Value(uint16_t v) { return Bf16ToFloat(v); }
 inline double Value(uint8_t v) { return v; }
 

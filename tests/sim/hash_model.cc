@@ -380,6 +380,7 @@ const kernels::KernelTable& HashKernels() {
     const kernels::KernelTable& reference = *kernels::FindKernelTable("reference");
     t.digest = reference.digest;
     t.digest_scores = reference.digest_scores;
+    t.refine_scores = reference.refine_scores;
     t.exact_scores = reference.exact_scores;
     t.partial_keys = reference.partial_keys;
     t.partial_scores = reference.partial_scores;

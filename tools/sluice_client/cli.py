@@ -195,12 +195,13 @@ def _add_texts(p) -> None:
     _add_tokenizer(p, required=True)
     p.add_argument("--out", metavar="FILE", required=True, help="JSON file to write")
     p.add_argument("--text", metavar="FILE", action="append", default=[],
-                   help="a document, plain or .gz (may be given several times)")
-    p.add_argument("--texts", type=_unsigned(16), default=4, metavar="N", help="number of texts (default 4)")
+                   help="a document, plain or .gz, in place of the texts of this machine (may be given several times)")
+    p.add_argument("--texts", type=_unsigned(16), default=12, metavar="N", help="maximum number of texts (default 12)")
     p.add_argument("--tokens", type=_unsigned(20), default=8192, metavar="N", help="tokens of each text (default 8192)")
-    p.add_argument("--passkeys", type=_unsigned(16), default=20, metavar="N", help="number of pass keys (default 20)")
-    p.add_argument("--passkey-tokens", type=_ids, default=[2048, 4096, 6144, 8000], metavar="2048,4096",
-                   help="lengths of the texts that hide pass keys, in turn (default 2048,4096,6144,8000)")
+    p.add_argument("--passkeys-per-text", type=_unsigned(16), default=6, metavar="N",
+                   help="pass keys of each text: of six, four are single, one is multi, one is topic (default 6)")
+    p.add_argument("--passkey-tokens", type=_ids, default=[1200, 7800], metavar="1200,7800",
+                   help="tokens of the shortest and of the longest case with a pass key (default 1200,7800)")
     p.add_argument("--seed", type=_unsigned(64), default=1, metavar="S", help="seed of the pass keys (default 1)")
 
 

@@ -81,8 +81,10 @@ Exit status: 0, 1 for an error (also when somebody resumed the node meanwhile), 
   tools/sluice texts --tokenizer models/smollm2-135m-instruct --out texts.json
   build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --quality --texts texts.json
 
-Without --text the documents are the licences, news and manuals that this machine's packages carry, and the
-project's own documents. No two cases share text.
+Without --text there are three texts of each of four kinds (licence, code, news, dialogue), from what this machine's
+packages carry; the command names the files. Pass keys are hidden in parts of these texts: one key (single), four
+keys of which one is asked for (multi), or a key in a text that goes on as a text of another kind (topic). The first
+N cases are a fair sample of all of them.
 """,
     "plot-policies": """example:
   build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --out policies-run

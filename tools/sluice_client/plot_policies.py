@@ -1,8 +1,9 @@
 """Draws the results of `sluice-bench policies --out DIR`, as PNG files beside the report.
 
 The plots show throughput over context and over batch, the share of the budget that the CPU attended to by layer,
-the time of a step by operator, and three layers of a step as a timeline. Models with latent caches have the plots
-of plot_latent too. Only these plots need matplotlib; an error names it where it is missing.
+the time of a step by operator, and three layers of a step as a timeline. A --quality run has a plot of its pass keys
+over length and depth. Models with latent caches have the plots of plot_latent too. Only these plots need matplotlib;
+an error names it where it is missing.
 """
 
 import json
@@ -56,6 +57,17 @@ def split_of(trace: dict) -> list[tuple[str, float]]:
     return parts
 
 
+def keys_by_policy(passkeys: list[dict]) -> dict[tuple[str, float], list[tuple[int, float, str, bool]]]:
+    """Returns points (tokens, depth, variant, found) of the keys that full finds, for each (policy, budget share)."""
+    found: dict[tuple[str, float], list[tuple[int, float, str, bool]]] = {}
+    for case in passkeys:
+        for outcome in case["policies"]:
+            if outcome["policy"] != "full":
+                found.setdefault((outcome["policy"], outcome["budget_share"]), []).append(
+                    (case["tokens"], case["depth"], case["variant"], outcome["found"]))
+    return found
+
+
 def lanes(timeline: dict) -> list[tuple[int, list[tuple[str, float, float, bool]]]]:
     """Returns (stream, slices) of a timeline, the busiest stream first.
 
@@ -86,8 +98,9 @@ def _pyplot():
 def draw(report: dict, folder: Path) -> list[Path]:
     pyplot = _pyplot()
     runs, traces = report["details"].get("runs", []), report["details"].get("traces", [])
-    if not runs and not report["details"].get("overlap"):
-        raise ToolError("the report has no runs: a --quality run has nothing to draw")
+    passkeys = report["details"].get("passkeys", [])
+    if not runs and not report["details"].get("overlap") and not any(case["full"] for case in passkeys):
+        raise ToolError("the report has no runs and no pass keys that full finds: there is nothing to draw")
     title = ", ".join(report["shape"][key] for key in ("model", "device", "workload") if key in report["shape"])
     written = []
 
@@ -100,6 +113,8 @@ def draw(report: dict, folder: Path) -> list[Path]:
         written.append(path)
 
     plot_latent.draw(pyplot, report["details"], save)
+    if panels := keys_by_policy(passkeys):
+        save(_passkeys(pyplot, panels), "pass-keys.png")
     if not runs:
         return written
 
@@ -149,6 +164,25 @@ def draw(report: dict, folder: Path) -> list[Path]:
             save(_timeline(pyplot, trace["name"], timeline),
                  f"timeline-{''.join(c if c.isalnum() or c in '.-' else '-' for c in trace['name'])}.png")
     return written
+
+
+def _passkeys(pyplot, panels: dict[tuple[str, float], list[tuple[int, float, str, bool]]]):
+    """Draws a panel for each policy and budget: keys over length and depth, filled where they were found."""
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figure, grid = pyplot.subplots(rows, columns, figsize=(3.2 * columns, 2.8 * rows), squeeze=False, sharex=True,
+                                   sharey=True)
+    markers = {"single": "o", "multi": "s", "topic": "^"}
+    for axes, ((policy, share), points) in zip(grid.flat, panels.items()):
+        for tokens, depth, variant, found in points:
+            axes.plot(tokens, 100 * depth, marker=markers.get(variant, "o"), color="C0" if found else "C3",
+                      markerfacecolor="C0" if found else "none", linestyle="")
+        axes.set_title(f"{policy}, {100 * share:g} %: {sum(p[3] for p in points)} of {len(points)}", fontsize=8)
+    for axes in list(grid.flat)[len(panels):]:
+        axes.axis("off")
+    figure.supxlabel("tokens (circle: single, square: multi, triangle: topic; filled: found)", fontsize=8)
+    figure.supylabel("depth of the key, %", fontsize=8)
+    return figure
 
 
 def _timeline(pyplot, name: str, timeline: dict):

@@ -52,8 +52,8 @@ class Run:
     def quickly(self) -> "Run":
         """Returns a run with the same rows that takes seconds on any device."""
         if self.quality:
-            return replace(self, contexts=(512,), more=(*self.more, "--quality-texts", "1", "--quality-steps",
-                                                        "8", "--passkeys", "1"))
+            return replace(self, contexts=(512,), more=("--quality-texts", "1", "--quality-steps", "8",
+                                                        "--passkeys", "1"))
         return replace(self, contexts=tuple(max(c // 32, 512) for c in self.contexts),
                        steps=min(self.steps, 4), most=min(self.most, 8),
                        batches=tuple(min(b, 8) for b in self.batches), budget=256,
@@ -123,9 +123,11 @@ PARTS: dict[str, list[AnyRun]] = {
     # recall-fetch-all with the whole context shows what it costs to load the whole cache to the GPU.
     "hgca": [Run("batch-1", ("full", "hgca", "hgca-mean", "recall-fetch-all:budget=100%:margin=1000"),
                  (4096, 8192, 16384), given_batches=True, most=1, full_sequences=4, statistics=0),
-             Run("quality", _hgca_quality(), (2048,), quality=True, dense_layers=0)],
-    "quality": [Run("quality", ("full", "scout", "recall", "recall-fetch-all", "hgca", "oracle", "ends",
-                                "random"), (2048, 4096, 8000), quality=True, dense_layers=2)],
+             Run("quality", _hgca_quality(), (2048,), quality=True, dense_layers=0,
+                 more=("--budget-shares", "25", "--quality-texts", "4", "--quality-steps", "64", "--passkeys", "0"))],
+    # Every text and every pass key of tools/sluice texts, at both budgets.
+    "quality": [Run("quality", ("full", "scout", "recall", "hgca", "oracle"), (4096,), quality=True, dense_layers=2,
+                    more=("--hbm-bytes", "640MiB"))],
     "drift": [Run("drift", ("scout", "recall", "recall-fetch-all"), (32768,), batches=(4,), given_batches=True,
                   most=4, drifts=(0.005, 0.01, 0.014, 0.02, 0.04), distinct=1, steps=32, trace=False,
                   dram_gib=24)],

@@ -57,6 +57,7 @@ cudaError_t LaunchCopyRows(const CopyRowsParams& params, cudaStream_t stream);
 // written over the link; everything else lies in HBM.
 cudaError_t LaunchDigest(const DigestParams& params, cudaStream_t stream);
 cudaError_t LaunchDigestScores(const DigestScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchRefineScores(const RefineScoresParams& params, cudaStream_t stream);
 cudaError_t LaunchExactScores(const ExactScoresParams& params, cudaStream_t stream);
 cudaError_t LaunchPartialKeys(const PartialKeysParams& params, cudaStream_t stream);
 cudaError_t LaunchPartialScores(const PartialScoresParams& params, cudaStream_t stream);

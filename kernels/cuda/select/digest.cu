@@ -1,4 +1,5 @@
-// Quest's digests: the least and the largest value of each element of K over a block's tokens.
+// Quest's digests: the least and the largest value of each element of K over a block's tokens, and
+// the key codes of complete blocks, which read the keys once more, from L2.
 //
 // A warp makes the digest of one (block, KV head). Lanes take 16 bytes of a key each, several
 // keys at a time, and 8 such loads are under way in every lane.
@@ -110,6 +111,41 @@ __device__ void DigestBlock(const T* keys, int tokens, int dim, T* out) {
   }
 }
 
+// Writes the key codes of a complete block, whose digest lies at `digest`. All 32 lanes call it,
+// each for one element of every 32: a vote makes a word of their bits.
+template <typename T>
+__device__ void CodeBlock(const DigestParams& p, const T* keys, const T* digest, int slot,
+                          int block, int head) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int dim = p.cache.head_dim, words = KeyCodeWords(dim), tokens = p.cache.block_tokens;
+  __syncwarp();  // the digest is there
+  for (int w = 0; w < words; ++w) {
+    const int d = 32 * w + lane;
+    const float least = d < dim ? static_cast<float>(digest[d]) : 0.0f;
+    const float largest = d < dim ? static_cast<float>(digest[dim + d]) : 0.0f;
+    const float middle = (least + largest) * 0.5f, quarter = (largest - least) * 0.25f;
+    for (int first = 0; first < tokens; first += kAtOnce) {
+      float key[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int token = min(first + i, tokens - 1);
+        key[i] = d < dim ? static_cast<float>(keys[token * dim + d]) : 0.0f;
+      }
+      for (int i = 0; i < kAtOnce && first + i < tokens; ++i) {
+        const bool is_upper = key[i] > middle;
+        const bool is_outer = is_upper ? key[i] > middle + quarter : key[i] <= middle - quarter;
+        const unsigned upper = __ballot_sync(0xffffffffu, d < dim && is_upper);
+        const unsigned outer = __ballot_sync(0xffffffffu, d < dim && is_outer);
+        if (lane == 0) {
+          uint32_t* const row = RowAt<uint32_t>(p.codes, slot, block * tokens + first + i, head);
+          row[w] = upper;
+          row[words + w] = outer;
+        }
+      }
+    }
+  }
+}
+
 // Grid: (thread blocks that share a row's digests, KV heads, rows).
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps)
@@ -126,8 +162,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
   for (int block = first / c.block_tokens + warp; block <= last / c.block_tokens; block += warps) {
     const int tokens = min(c.block_tokens, last + 1 - block * c.block_tokens);
-    DigestBlock(BlockKeys<T>(c, slot, block, head), tokens, c.head_dim,
-                RowAt<T>(p.digests, slot, block, head));
+    const T* const keys = BlockKeys<T>(c, slot, block, head);
+    T* const digest = RowAt<T>(p.digests, slot, block, head);
+    DigestBlock(keys, tokens, c.head_dim, digest);
+    if (p.codes.base != nullptr && tokens == c.block_tokens) {
+      CodeBlock(p, keys, digest, slot, block, head);
+    }
   }
 }
 
@@ -136,7 +176,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 cudaError_t LaunchDigest(const DigestParams& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   if (p.digests.type != p.cache.type || p.digests.dim != 2 * p.cache.head_dim ||
-      !HasAlignedKeys(p.cache) || !HasAlignedRows(p.digests)) {
+      !HasAlignedKeys(p.cache) || !HasAlignedRows(p.digests) ||
+      (p.codes.base != nullptr && p.codes.dim != 2 * KeyCodeWords(p.cache.head_dim))) {
     return cudaErrorInvalidValue;
   }
   const auto kernel =

@@ -46,6 +46,7 @@ struct DigestRows {
       : p(params), row(of_row), kv_head(head), slot(p.slots[row]) {}
 
   __device__ int Units() const { return slot < 0 ? -1 : p.positions[row] / p.block_tokens; }
+  __device__ static int UnitAt(int i) { return i; }
   __device__ void PutQuery(int head, float* to) const {
     const int dim = p.digests.dim / 2, group = p.heads / p.digests.kv_heads;
     const float* q = p.q + row * p.q_stride + (kv_head * group + head) * dim;

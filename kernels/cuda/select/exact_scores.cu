@@ -26,6 +26,7 @@ struct KeysOfUnits {
   __device__ int Units() const {
     return slot < 0 ? -1 : (tokens + p.unit_tokens - 1) / p.unit_tokens;
   }
+  __device__ static int UnitAt(int i) { return i; }
   __device__ void PutQuery(int head, float* to) const {
     const int dim = p.cache.head_dim, group = p.heads / p.cache.kv_heads;
     const float* q = p.q + row * p.q_stride + (kv_head * group + head) * dim;

@@ -9,7 +9,8 @@
 //   Units()                          number of units that have scores; -1 for a padded row
 //   PutQuery(head, to)               puts a head of the group's query, scaled; called by the block
 //   Score(queries, count, unit)      gives lane i < count the score of head i; called by a warp
-//   Finish(scores)                   adds the list's other scores; called by one thread
+//   UnitAt(i)                        the unit of the i-th of these scores
+//   Finish(scores)                   adds the list's other scores; called by a block
 //
 // Bits: a head's score of a unit is a chain of its own, and the sums of a softmax are those of 32
 // warps, each over every 32nd unit, added in order.
@@ -170,9 +171,9 @@ __global__ void __launch_bounds__(32 * kScoreWarps)
       result += SumOfLanes(lane < count ? score : 0.0f);
     }
     if (p.reduction == GroupReduction::kMean) result /= static_cast<float>(group);
-    if (lane == 0) scores[unit] = result;
+    if (lane == 0) scores[source.UnitAt(unit)] = result;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) source.Finish(scores);
+  if (blockIdx.x == 0) source.Finish(scores);
 }
 
 // Launches the kernel. Returns cudaErrorInvalidValue if the group's queries do not fit in shared

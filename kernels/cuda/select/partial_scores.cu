@@ -37,6 +37,7 @@ struct PartialRows {
       : p(params), row(of_row), kv_head(head), slot(p.slots[row]) {}
 
   __device__ int Units() const { return slot < 0 ? -1 : p.positions[row]; }
+  __device__ static int UnitAt(int i) { return i; }
   __device__ void PutQuery(int head, float* to) const {
     const int rank = p.partial.dim, group = p.heads / p.partial.kv_heads;
     const float* q = p.q + row * p.q_stride + (kv_head * group + head) * p.head_dim;

@@ -30,6 +30,8 @@ struct Preset {
 constexpr Preset kPresets[] = {
     {"full", "full", [](PolicyOptions&) {}},
     {"scout", "scout", [](PolicyOptions&) {}},
+    {"scout-paper", "scout",
+     [](PolicyOptions& o) { o.scout.attend_whole = o.scout.key_codes = o.scout.drift = false; }},
     {"scout-no-ahead", "scout", [](PolicyOptions& o) { o.scout.layer_ahead = false; }},
     {"scout-no-recall", "scout", [](PolicyOptions& o) { o.scout.recall = false; }},
     {"scout-no-ahead-no-recall", "scout",
@@ -70,6 +72,9 @@ constexpr Setting kSettings[] = {
      }},
     {"whole", "scout", false,
      [](PolicyOptions& o, double value) { o.scout.attend_whole = value != 0; }},
+    {"codes", "scout", false,
+     [](PolicyOptions& o, double value) { o.scout.key_codes = value != 0; }},
+    {"drift", "scout", false, [](PolicyOptions& o, double value) { o.scout.drift = value != 0; }},
     {"beta", "hgca", false,
      [](PolicyOptions& o, double value) { o.hgca.beta = static_cast<float>(value); }},
     {"alpha", "hgca", false,

@@ -24,6 +24,7 @@
 #include "src/bench/policies/policies_options.h"
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/policies/policy_quality.h"
+#include "src/bench/policies/quality_report.h"
 #include "src/bench/policies/workload_statistics.h"
 #include "src/bench/report/run_clock.h"
 #include "src/bench/report/subcommand.h"
@@ -326,25 +327,33 @@ class PoliciesBench {
   }
 
   absl::Status RunQuality() {
-    out_.Print("\n" + QualityHeader());
     for (const int64_t context : options_.contexts) {
       QualityOptions quality;
       quality.context = static_cast<int>(context);
       quality.steps = static_cast<int>(options_.quality_steps);
       quality.texts = static_cast<int>(options_.quality_texts);
+      quality.budget_shares = options_.budget_shares;
+      quality.blame = options_.blame;
       // Pass keys have lengths of their own, so they run once.
       quality.passkeys =
           context == options_.contexts.front() ? static_cast<int>(options_.passkeys) : 0;
-      SLUICE_ASSIGN_OR_RETURN(
-          const std::vector<PolicyQuality> found,
-          MeasureQuality(world_, policies_, *texts_, quality, [](const std::string& done) {
-            std::fprintf(stderr, "done: %s\n", done.c_str());
-          }));
-      for (const PolicyQuality& q : found) {
-        out_.Print(QualityLine(q, quality.context));
-        report_.details["quality"].push_back(QualityJson(q, quality.context));
-        if (q.distance.steps() > 0) report_.figures.push_back(QualityFigure(q, quality.context));
-      }
+      const absl::Time begin = absl::Now();
+      const auto progress = [&](const std::string& phase, const std::string& detail, double done,
+                                const QualityResult& so_far) {
+        clock_.Begin(phase, absl::StrCat(ProgressBar(done, absl::Now() - begin), detail));
+        if (phase != "prompts" || options_.out.empty()) return;
+        // A run of an hour leaves its results so far. What fails here fails again at the end.
+        const Report before = report_;
+        AddQuality(so_far, &report_);
+        WriteFolder().IgnoreError();
+        report_ = before;
+      };
+      SLUICE_ASSIGN_OR_RETURN(const QualityResult found,
+                              MeasureQuality(world_, policies_, *texts_, quality, progress));
+      clock_.Pause();
+      out_.Print(QualityText(found));
+      AddQuality(found, &report_);
+      if (!options_.out.empty()) SLUICE_RETURN_IF_ERROR(WriteFolder());
     }
     return absl::OkStatus();
   }
@@ -403,16 +412,15 @@ int RunPoliciesBench(const Invocation& invocation) {
   std::vector<std::string> policies;
   if (const auto status = ReadPoliciesOptions(invocation, &o, &policies)) return *status;
   Report report = NewReport("policies", invocation);
-  report.shape = {
-      {"policies", o.policies},
-      {"workload", WorkloadName(o, o.drifts.front())},
-      {"contexts", absl::StrJoin(o.contexts, ",")},
-      {"hbm", o.hbm_bytes},
-      {"dram", o.dram_bytes},
-      {"budget_tokens", o.quality ? "a quarter of the context" : absl::StrCat(o.budget)},
-      {"dense_layers", absl::StrCat(o.dense_layers)},
-      {"block_tokens", absl::StrCat(o.block_tokens)},
-      {"workers", absl::StrCat(o.workers)}};
+  report.shape = {{"policies", o.policies},
+                  {"workload", WorkloadName(o, o.drifts.front())},
+                  {"contexts", absl::StrJoin(o.contexts, ",")},
+                  {"hbm", o.hbm_bytes},
+                  {"dram", o.dram_bytes},
+                  {"budget_tokens", o.quality ? "shares of the context" : absl::StrCat(o.budget)},
+                  {"dense_layers", absl::StrCat(o.dense_layers)},
+                  {"block_tokens", absl::StrCat(o.block_tokens)},
+                  {"workers", absl::StrCat(o.workers)}};
   // The report does not contain the policies' log lines.
   SetUpLogging(LogLevel::kWarn, LogFormat::kText);
   const absl::StatusOr<int> status = PoliciesBench(o, std::move(policies), std::move(report)).Run();

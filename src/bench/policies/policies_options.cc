@@ -42,7 +42,9 @@ A policy's name may be followed by settings, as in recall:budget=20%, hgca:beta=
 scout:interval=8. These settings exist in this bench alone:
   reduction=N          how a group's query heads share a score: 0 maximum, 1 mean, 2 sum of softmaxes
   average-reduction=N  (hgca) the same for its moving average: 0 or 1
-  whole=1              (scout) the GPU attends to all resident blocks, selected or not
+  whole=0              (scout) the GPU attends to the selected blocks alone
+  codes=0              (scout) blocks are selected by their digests alone
+  drift=0              (scout) queries are predicted from the input of the layer before alone
   resident=N           (scout) tokens of recalled blocks that HBM has slots for
   rank=N               (recall) elements of a partial key
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
@@ -58,14 +60,21 @@ that do not alternate, with the same selections. --misses A,B,... does the same 
 many entries per sequence, layer and step, while the indexer still runs. --only-overlap leaves out the rest.
 
 --quality compares logits with policy full instead, on texts given as tokens (tools/sluice texts): each step
-gets the text's own token. It also asks for pass keys that are hidden in a text.
+gets the text's own token. It also asks for pass keys that are hidden in a text. Only keys that full finds count.
+A key that a policy loses is asked for again with one thing changed at a time, and the last columns say why it
+was lost:
+  score   the exact top blocks of the same budget find it: the policy scores its part too low
+  age     it is found once each step has been computed four times: its part was selected or resident too late
+  query   it is found with the queries that full has in place of the predicted ones
+  CPU     it is found either way: CPU workers attended to its part with the predicted query
+  budget  none of this helps, and the exact top blocks of the same budget do not find it either
 )";
 constexpr char kExamples[] =
     R"(  sluice-bench policies --model models/smollm2-135m-instruct --contexts 2048 --batches 1,4
   sluice-bench policies --model M --policies full,scout --hbm-bytes 64MiB --out policies-run
   tools/sluice texts --tokenizer models/smollm2-135m-instruct --out texts.json
   sluice-bench policies --model models/smollm2-135m-instruct --quality --texts texts.json
-  sluice-bench policies --model M --quality --texts texts.json --contexts 8000 --quality-texts 8 --passkeys 0
+  sluice-bench policies --model M --quality --texts texts.json --quality-texts 0 --passkeys 24 --budget-shares 25
   sluice-bench policies --model configs/models/topic-drift-small --topic-drift --statistics 16 --dense-layers 0
   sluice-bench policies --device cuda --model configs/models/qwen3-14b --topic-drift --contexts 65536 \
       --distinct 2 --hbm-bytes 21GiB --dram-bytes 110GiB --budget 2048 --dense-layers 0 --workers 14
@@ -113,7 +122,7 @@ std::optional<std::string> Wrong(const PoliciesBenchOptions& o) {
 
 std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBenchOptions* o,
                                        std::vector<std::string>* policies) {
-  bool given_batches = false, no_trace = false, only_overlap = false;
+  bool given_batches = false, no_trace = false, only_overlap = false, no_blame = false;
   Flags flags("sluice-bench policies", kAbout, kExamples);
   flags.Text("model", "DIR", "Hugging Face directory", &o->model);
   flags.Switch("dummy", "use formula weights: only config.json is read", &o->dummy);
@@ -186,11 +195,16 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
   flags.Text("forecast-hbm", "SIZE", "HBM of that forecast; without it, the HBM of the runs",
              &o->forecast_hbm);
   flags.Switch("quality",
-               "compare logits and pass keys with full, at a budget of a quarter of the context",
+               "compare logits and pass keys with full, at shares of the context as budgets",
                &o->quality);
+  std::string shares = "12.5,25";
+  flags.Text("budget-shares", "P,P,...",
+             "budgets of --quality, in percent of each case's own context", &shares);
   flags.Integer("quality-texts", "maximum number of texts", 0, 1000, &o->quality_texts);
   flags.Integer("quality-steps", "tokens dictated after each context", 1, 65536, &o->quality_steps);
-  flags.Integer("passkeys", "maximum number of pass keys", 0, 1000, &o->passkeys);
+  flags.Integer("passkeys", "maximum number of pass keys; the first ones are a sample of all", 0,
+                1000, &o->passkeys);
+  flags.Switch("no-blame", "do not run lost pass keys again to see why they were lost", &no_blame);
   flags.Text("out", "DIR", "folder for the report and a trace of each run", &o->out);
   flags.File("json", "write the report as JSON; without FILE, to standard output", &o->json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
@@ -203,6 +217,15 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
       return Usage(absl::StrCat("--drift takes numbers from 0 to 1, but is '", drifts, "'"));
     }
     o->drifts.push_back(drift);
+  }
+  o->blame = !no_blame;
+  for (const auto part : absl::StrSplit(shares, ',')) {
+    double percent = 0;
+    if (!absl::SimpleAtod(part, &percent) || !(percent > 0 && percent <= 100)) {
+      return Usage(absl::StrCat("--budget-shares takes percentages above 0 and up to 100, but is '",
+                                shares, "'"));
+    }
+    o->budget_shares.push_back(percent / 100);
   }
   // Errors of the model are reported where it is loaded.
   const absl::StatusOr<ModelConfig> config = LoadModelConfig(o->model);

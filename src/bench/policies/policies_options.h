@@ -26,7 +26,9 @@ struct PoliciesBenchOptions {
   int64_t topics = 256, segment = 96, statistics = 0;
   int64_t threads = 0, workers = 1, steps = 16, most = 16, seed = 1, distinct = 4;
   int64_t budget = 512, dense_layers = 2, block_tokens = 32, hgca_window = 512;
-  int64_t quality_texts = 2, quality_steps = 64, passkeys = 4;
+  int64_t quality_texts = 12, quality_steps = 256, passkeys = 72;
+  std::vector<double> budget_shares;  // Of the context, for quality and pass keys.
+  bool blame = true;
   std::vector<int64_t> contexts = {2048}, batches = {1};
   // Measure the cost of transfers in a step (overlap_run.h) under policies that fetch latent
   // entries: with the indexer's own selections, and with these numbers of forced misses.

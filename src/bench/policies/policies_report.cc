@@ -253,49 +253,4 @@ json StatisticsJson(const WorkloadStatistics& statistics,
           {"scout_cpu_share_without_recall", shares}};
 }
 
-std::string QualityHeader() {
-  return absl::StrFormat("%-17s %8s %7s %9s %10s %12s %9s %10s %7s\n", "policy", "context", "steps",
-                         "top-1", "KL, nats", "perplexity", "change", "pass keys", "lost");
-}
-
-std::string QualityLine(const PolicyQuality& q, int context) {
-  std::string out = absl::StrFormat("%-17s %8d %7d ", q.policy, context, q.distance.steps());
-  if (q.distance.steps() > 0) {
-    absl::StrAppendFormat(&out, "%8.2f%% %10.5f %12.4f %+8.2f%%", 100 * q.distance.top1_agreement(),
-                          q.distance.mean_kl(), q.distance.perplexity(),
-                          100 * q.distance.perplexity_change());
-  } else {
-    absl::StrAppendFormat(&out, "%9s %10s %12s %9s", "-", "-", "-", "-");
-  }
-  if (q.passkeys == 0) return absl::StrCat(out, absl::StrFormat(" %10s %7s\n", "-", "-"));
-  return absl::StrCat(
-      out, absl::StrFormat(" %10s %7d\n", absl::StrCat(q.found, "/", q.passkeys), q.lost));
-}
-
-Figure QualityFigure(const PolicyQuality& q, int context) {
-  Figure f;
-  f.name = absl::StrFormat("top-1 agreement with full, %s, context %d", q.policy, context);
-  f.unit = "1";
-  f.median = f.low = f.high = q.distance.top1_agreement();
-  f.samples = q.distance.steps();
-  f.more = {{"mean_kl_nats", q.distance.mean_kl()},
-            {"perplexity", q.distance.perplexity()},
-            {"perplexity_change", q.distance.perplexity_change()}};
-  return f;
-}
-
-json QualityJson(const PolicyQuality& q, int context) {
-  json out = {{"policy", q.policy},
-              {"context", context},
-              {"passkeys", q.passkeys},
-              {"passkeys_found", q.found},
-              {"passkeys_full", q.found_full},
-              {"passkeys_lost", q.lost},
-              {"steps", q.distance.steps()}};
-  if (q.distance.steps() == 0) return out;
-  out["top1_agreement"] = q.distance.top1_agreement();
-  for (const auto& [name, value] : QualityFigure(q, context).more) out[name] = value;
-  return out;
-}
-
 }  // namespace sluice::bench

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "src/bench/harness/policy_run.h"
-#include "src/bench/policies/policy_quality.h"
 #include "src/bench/policies/workload_statistics.h"
 #include "src/bench/report/report.h"
 
@@ -40,10 +39,5 @@ std::string StatisticsText(const WorkloadStatistics& statistics,
                            const std::vector<std::vector<double>>& shares, int context);
 nlohmann::json StatisticsJson(const WorkloadStatistics& statistics,
                               const std::vector<std::vector<double>>& shares, int context);
-
-std::string QualityHeader();
-std::string QualityLine(const PolicyQuality& quality, int context);
-Figure QualityFigure(const PolicyQuality& quality, int context);
-nlohmann::json QualityJson(const PolicyQuality& quality, int context);
 
 }  // namespace sluice::bench

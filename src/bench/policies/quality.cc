@@ -16,7 +16,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr char kSchema[] = "sluice-texts/1";
+constexpr char kSchema[] = "sluice-texts/2";
 
 std::vector<int32_t> ReadIds(const json& j, int vocab) {
   auto ids = j.get<std::vector<int32_t>>();
@@ -83,11 +83,13 @@ absl::StatusOr<QualityTexts> ParseQualityTexts(const std::string& text, int voca
   try {
     QualityTexts out;
     for (const json& t : root.at("texts")) {
-      out.texts.push_back({t.at("name").get<std::string>(), ReadIds(t.at("ids"), vocab)});
+      out.texts.push_back({t.at("name").get<std::string>(), t.at("kind").get<std::string>(),
+                           ReadIds(t.at("ids"), vocab)});
     }
     for (const json& p : root.at("passkeys")) {
-      out.passkeys.push_back({p.at("name").get<std::string>(), ReadIds(p.at("ids"), vocab),
-                              ReadIds(p.at("answer"), vocab)});
+      out.passkeys.push_back({p.at("name").get<std::string>(), p.at("kind").get<std::string>(),
+                              p.at("variant").get<std::string>(), p.at("depth").get<double>(),
+                              ReadIds(p.at("ids"), vocab), ReadIds(p.at("answer"), vocab)});
     }
     return out;
   } catch (const json::exception& e) {

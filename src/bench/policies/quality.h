@@ -42,10 +42,14 @@ class Distance {
 struct QualityTexts {
   struct Text {
     std::string name;
+    std::string kind;  // licence, code, news, dialogue or given
     std::vector<int32_t> ids;
   };
   struct Passkey {
     std::string name;
+    std::string kind;             // That of the text in which the key lies.
+    std::string variant;          // single, multi or topic
+    double depth = 0;             // Where the key lies, as a share of the text.
     std::vector<int32_t> ids;     // The text and the question.
     std::vector<int32_t> answer;  // The expected continuation.
   };

@@ -31,7 +31,7 @@ absl::Status Dictation::Allocate() {
   SLUICE_ASSIGN_OR_RETURN(contexts_, ContextReader::Create(parts_.device));
   const BufferAllocator allocator(parts_.device, "dictation");
   SLUICE_RETURN_IF_ERROR(allocator.MirroredWords(parts_.max_context, &tokens_));
-  SLUICE_RETURN_IF_ERROR(allocator.MirroredWords(3, &rows_));
+  SLUICE_RETURN_IF_ERROR(allocator.MirroredWords(4, &rows_));
   return allocator.MirroredWords(parts_.model->config().vocab_size, &logits_);
 }
 
@@ -69,6 +69,7 @@ absl::Status Dictation::Begin(const Context& context, int total) {
                      "; raise --hbm-bytes or --dram-bytes"));
   };
   const int64_t handed_over = count_ - 1;
+  first_position_ = count_ - 1;
   Reservation room = parts_.dram->TryReserve(parts_.policy->FootprintOf(count_, total).dram_tokens);
   if (room.empty()) return no_room();
   auto home = std::make_unique<SequenceCache>(parts_.dram, std::move(room));
@@ -87,6 +88,7 @@ absl::StatusOr<absl::Span<const float>> Dictation::Step() {
   rows[0] = kSlot;
   rows[1] = count_ - 1;
   rows[2] = 0;
+  rows[3] = first_position_;
   parts_.policy->Grow(kSlot, count_);
   const int32_t slots[] = {kSlot};
   const int32_t positions[] = {count_ - 1};
@@ -97,6 +99,7 @@ absl::StatusOr<absl::Span<const float>> Dictation::Step() {
   in.tokens = tokens_.device.as<int32_t>();
   in.token_stride = parts_.max_context;
   in.slots = rows_.device.as<int32_t>();
+  in.first_positions = in.slots + 3;
   in.positions = in.slots + 1;
   in.rows = in.decode_rows = 1;
   in.logit_rows = in.slots + 2;

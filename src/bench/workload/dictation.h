@@ -55,7 +55,9 @@ class Dictation {
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<Event> done_;
   std::unique_ptr<ContextReader> contexts_;
-  MirroredBuffer tokens_, rows_, logits_;  // rows_ holds slot, position and logit row.
+  // rows_ holds slot, position, logit row and first_position_.
+  MirroredBuffer tokens_, rows_, logits_;
+  int32_t first_position_ = 0;  // position of the first decode row
   int count_ = 0, total_ = 0;
   bool admitted_ = false;
 };

@@ -99,6 +99,9 @@ class CpuKernelSet : public KernelSet {
   void DigestScores(Stream& s, const kernels::DigestScoresParams& p) override {
     Launch(s, "digest_scores", table_.digest_scores, p, kAnyLength);
   }
+  void RefineScores(Stream& s, const kernels::RefineScoresParams& p) override {
+    Launch(s, "refine_scores", table_.refine_scores, p, kAnyLength);
+  }
   void ExactScores(Stream& s, const kernels::ExactScoresParams& p) override {
     Launch(s, "exact_scores", table_.exact_scores, p, kAnyLength);
   }

@@ -95,6 +95,9 @@ class CudaKernelSet : public KernelSet {
   void DigestScores(Stream& s, const kernels::DigestScoresParams& p) override {
     Launch(s, cuda::LaunchDigestScores, p, "scores of digests");
   }
+  void RefineScores(Stream& s, const kernels::RefineScoresParams& p) override {
+    Launch(s, cuda::LaunchRefineScores, p, "scores of key codes");
+  }
   void ExactScores(Stream& s, const kernels::ExactScoresParams& p) override {
     Launch(s, cuda::LaunchExactScores, p, "exact scores");
   }

@@ -297,9 +297,52 @@ std::vector<float> PolicyRig::Naive(uint64_t seed, int layer, int position,
   return out;
 }
 
+namespace {
+
+// The least and the largest value of element d of a block's keys.
+std::pair<float, float> RangeOf(const std::vector<std::vector<float>>& keys, size_t d) {
+  float least = keys[0][d], largest = keys[0][d];
+  for (const std::vector<float>& key : keys) {
+    least = std::min(least, key[d]);
+    largest = std::max(largest, key[d]);
+  }
+  return {least, largest};
+}
+
+// Quest's bound of q k over a block's keys.
+double Bound(absl::Span<const float> q, const std::vector<std::vector<float>>& keys) {
+  double score = 0;
+  for (size_t d = 0; d < q.size(); ++d) {
+    const auto [least, largest] = RangeOf(keys, d);
+    score += std::max(double{q[d]} * least, double{q[d]} * largest);
+  }
+  return score;
+}
+
+// The log-sum-exp of scale * q k' over a block's keys, each element of which stands for the quarter
+// of the block's range in which it lies (kernels::RefineScoresParams).
+double CodedScore(absl::Span<const float> q, const std::vector<std::vector<float>>& keys,
+                  float scale) {
+  double sum = 0;
+  for (const std::vector<float>& key : keys) {
+    double dot = 0;
+    for (size_t d = 0; d < q.size(); ++d) {
+      const auto [least, largest] = RangeOf(keys, d);
+      const float middle = (least + largest) * 0.5f, quarter = (largest - least) * 0.25f;
+      const bool upper = key[d] > middle;
+      const bool outer = upper ? key[d] > middle + quarter : key[d] <= middle - quarter;
+      dot += q[d] * (least + (double{largest} - least) * kernels::KeyCodeLevel(upper, outer));
+    }
+    sum += std::exp(scale * dot);
+  }
+  return std::log(sum);
+}
+
+}  // namespace
+
 std::vector<std::vector<int32_t>> PolicyRig::NaiveTopBlocks(uint64_t seed, int layer, int position,
-                                                            int blocks, int last,
-                                                            bool predicted) const {
+                                                            int blocks, int last, bool predicted,
+                                                            bool codes) const {
   const Vectors own = make_(seed, layer, position);
   const std::vector<float>& q = predicted ? own.predicted : own.q;
   const size_t dim = static_cast<size_t>(shape_.head_dim);
@@ -309,24 +352,16 @@ std::vector<std::vector<int32_t>> PolicyRig::NaiveTopBlocks(uint64_t seed, int l
   for (int kv_head = 0; kv_head < shape_.kv_heads; ++kv_head) {
     std::vector<std::pair<double, int32_t>> others;
     for (int block = 1; block < newest; ++block) {
-      std::vector<double> least(dim, std::numeric_limits<double>::infinity());
-      std::vector<double> largest(dim, -std::numeric_limits<double>::infinity());
+      std::vector<std::vector<float>> keys;
       for (int t = block * shape_.block_tokens; t < (block + 1) * shape_.block_tokens; ++t) {
         const Vectors token = make_(seed, layer, t);
-        for (size_t d = 0; d < dim; ++d) {
-          const double k = token.k[static_cast<size_t>(kv_head) * dim + d];
-          least[d] = std::min(least[d], k);
-          largest[d] = std::max(largest[d], k);
-        }
+        const auto begin = token.k.begin() + static_cast<int64_t>(kv_head * dim);
+        keys.emplace_back(begin, begin + static_cast<int64_t>(dim));
       }
       double best = -std::numeric_limits<double>::infinity();
       for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        double score = 0;
-        for (size_t d = 0; d < dim; ++d) {
-          const double of_q = q[static_cast<size_t>(head) * dim + d];
-          score += std::max(of_q * least[d], of_q * largest[d]);
-        }
-        best = std::max(best, score);
+        const absl::Span<const float> of_head(q.data() + static_cast<size_t>(head) * dim, dim);
+        best = std::max(best, codes ? CodedScore(of_head, keys, scale()) : Bound(of_head, keys));
       }
       others.emplace_back(-best, block);
     }

@@ -71,11 +71,12 @@ class PolicyRig {
   enum class Who { kNobody, kReal, kPredicted };
   std::vector<float> Naive(uint64_t seed, int layer, int position,
                            const std::function<Who(int kv_head, int token)>& weigh) const;
-  // Returns the blocks with the highest digest scores for predicted (or real) queries, by kv_head,
-  // with the first block and the `last` newest forced in. Digests count tokens before `position`;
-  // reduction is the largest.
+  // Returns the blocks with the highest scores for predicted (or real) queries, by kv_head, with
+  // the first block and the `last` newest forced in. Scores are those of key codes, or of digests,
+  // which count tokens before `position`; reduction is the largest.
   std::vector<std::vector<int32_t>> NaiveTopBlocks(uint64_t seed, int layer, int position,
-                                                   int blocks, int last, bool predicted) const;
+                                                   int blocks, int last, bool predicted,
+                                                   bool codes = true) const;
 
   const Shape& shape() const { return shape_; }
   float scale() const;

@@ -52,18 +52,23 @@ TEST_CASE("agreement, KL and perplexity are what their formulas say") {
 }
 
 TEST_CASE("a file of texts reads back, and a wrong one is refused with a reason") {
-  const std::string good = R"({"schema": "sluice-texts/1",
-    "texts": [{"name": "a", "ids": [1, 2, 3]}],
-    "passkeys": [{"name": "b", "ids": [4], "answer": [5, 6]}]})";
+  const std::string good = R"({"schema": "sluice-texts/2",
+    "texts": [{"name": "a", "kind": "news", "ids": [1, 2, 3]}],
+    "passkeys": [{"name": "b", "kind": "code", "variant": "multi", "depth": 0.25, "ids": [4],
+                  "answer": [5, 6]}]})";
   const auto texts = ParseQualityTexts(good, 7);
   REQUIRE(texts.ok());
   CHECK(texts->texts[0].ids == std::vector<int32_t>{1, 2, 3});
+  CHECK(texts->texts[0].kind == "news");
+  CHECK(texts->passkeys[0].kind == "code");
+  CHECK(texts->passkeys[0].variant == "multi");
+  CHECK(texts->passkeys[0].depth == 0.25);
   CHECK(texts->passkeys[0].answer == std::vector<int32_t>{5, 6});
-  CHECK(ParseQualityTexts("{}", 7).status().message().find("sluice-texts/1") !=
+  CHECK(ParseQualityTexts("{}", 7).status().message().find("sluice-texts/2") !=
         absl::string_view::npos);
   // An id past the vocabulary, and a missing field.
   CHECK(ParseQualityTexts(good, 6).status().code() == absl::StatusCode::kInvalidArgument);
-  const auto bare = ParseQualityTexts(R"({"schema": "sluice-texts/1", "texts": []})", 7);
+  const auto bare = ParseQualityTexts(R"({"schema": "sluice-texts/2", "texts": []})", 7);
   CHECK(bare.status().message().find("passkeys") != absl::string_view::npos);
 }
 
@@ -159,9 +164,6 @@ TEST_CASE("the JSON of a run has its figures and its layers") {
   CHECK(j["largest"] == true);
   CHECK(j["tokens_per_second"] == 8.0);
   CHECK(j["layers"].size() == 2);
-  PolicyQuality quality;
-  quality.policy = "scout";
-  CHECK_FALSE(QualityJson(quality, 512).contains("top1_agreement"));  // No text was dictated.
 }
 
 }  // namespace

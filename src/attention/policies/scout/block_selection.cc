@@ -22,6 +22,8 @@ absl::StatusOr<BlockSelection> BlockSelection::Create(const PolicyOptions& optio
   BlockSelection made(options, shape, tier);
   const int64_t lists = int64_t{rows} * shape.kv_heads;
   const std::pair<Buffer*, int64_t> sizes[] = {{&made.scores_, lists * shape.most_blocks},
+                                               {&made.shortlist_, lists * shape.shortlist_blocks},
+                                               {&made.shortlist_counts_, lists},
                                                {&made.selected_, lists * shape.budget_blocks},
                                                {&made.selected_counts_, lists},
                                                {&made.sources_, lists * shape.budget_blocks},
@@ -53,26 +55,16 @@ kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
   scores.reduction = reduction_;
   kernels.DigestScores(stream, scores);
 
-  kernels::TopKParams top{};
-  top.scores = scores.scores;
-  top.score_stride = scores.score_stride;
-  top.slots = queries.slots;
-  top.positions = queries.positions;
-  top.selected = {selected_.as<int32_t>(), selected_counts_.as<int32_t>(), shape_.budget_blocks};
-  top.rows = queries.rows;
-  top.kv_heads = shape_.kv_heads;
-  top.unit_tokens = shape_.block_tokens;
-  top.k = shape_.budget_blocks;
-  top.first_units = kScoutFirstBlocks;
-  top.last_units = std::min(kScoutRingBlocks, shape_.budget_blocks - kScoutFirstBlocks);
-  top.margin = std::numeric_limits<float>::infinity();
-  kernels.TopK(stream, top);
+  if (shape_.shortlist_blocks > 0) Refine(stream, layer, queries);
+  const kernels::UnitLists selected = {selected_.as<int32_t>(), selected_counts_.as<int32_t>(),
+                                       shape_.budget_blocks};
+  SelectBest(stream, queries, shape_.budget_blocks, selected);
 
   kernels::SplitParams split{};
   split.residency = tier_->Residency(layer);
   split.slots = queries.slots;
   split.positions = queries.positions;
-  split.selected = top.selected;
+  split.selected = selected;
   split.resident = to.resident;
   split.places = to.places;
   split.missing = to.missing;
@@ -81,7 +73,46 @@ kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
   split.unit_tokens = shape_.block_tokens;
   split.whole = whole_;
   kernels.Split(stream, split);
-  return top.selected;
+  return selected;
+}
+
+void BlockSelection::SelectBest(Stream& stream, const KvAttention::Queries& queries, int32_t k,
+                                const kernels::UnitLists& selected) const {
+  kernels::TopKParams top{};
+  top.scores = scores_.as<float>();
+  top.score_stride = shape_.most_blocks;
+  top.slots = queries.slots;
+  top.positions = queries.positions;
+  top.selected = selected;
+  top.rows = queries.rows;
+  top.kv_heads = shape_.kv_heads;
+  top.unit_tokens = shape_.block_tokens;
+  top.k = k;
+  top.first_units = kScoutFirstBlocks;
+  top.last_units = std::min(kScoutRingBlocks, k - kScoutFirstBlocks);
+  top.margin = std::numeric_limits<float>::infinity();
+  device_->kernels().TopK(stream, top);
+}
+
+void BlockSelection::Refine(Stream& stream, int layer, const KvAttention::Queries& queries) const {
+  kernels::RefineScoresParams refine{};
+  refine.q = queries.q;
+  refine.q_stride = queries.stride;
+  refine.slots = queries.slots;
+  refine.positions = queries.positions;
+  refine.digests = tier_->Array(layer, kScoutDigests);
+  refine.codes = tier_->Array(layer, kScoutKeyCodes);
+  refine.units = {shortlist_.as<int32_t>(), shortlist_counts_.as<int32_t>(),
+                  shape_.shortlist_blocks};
+  refine.scores = scores_.as<float>();
+  refine.score_stride = shape_.most_blocks;
+  refine.rows = queries.rows;
+  refine.heads = queries.heads;
+  refine.block_tokens = shape_.block_tokens;
+  refine.scale = queries.scale;
+  refine.reduction = reduction_;
+  SelectBest(stream, queries, shape_.shortlist_blocks, refine.units);
+  device_->kernels().RefineScores(stream, refine);
 }
 
 void BlockSelection::Retain(Stream& stream, int layer, const KvAttention::Queries& rows) const {

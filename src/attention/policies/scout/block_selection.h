@@ -23,10 +23,11 @@ struct ScoutShape {
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
   int32_t block_tokens = 0;
-  int32_t budget_blocks = 0;    // blocks selected per list
-  int32_t recall_blocks = 0;    // KV slots beside the ring, in blocks
-  int32_t resident_blocks = 0;  // most blocks per list that the device attends to
-  int32_t most_blocks = 0;      // blocks of the longest sequence
+  int32_t budget_blocks = 0;     // blocks selected per list
+  int32_t shortlist_blocks = 0;  // blocks per list whose key codes are scored; 0: none
+  int32_t recall_blocks = 0;     // KV slots beside the ring, in blocks
+  int32_t resident_blocks = 0;   // most blocks per list that the device attends to
+  int32_t most_blocks = 0;       // blocks of the longest sequence
 };
 
 // The first block and the newest are always attended to.
@@ -38,8 +39,14 @@ inline constexpr int32_t kScoutLastBlocks = 1;
 // is only a few tokens, and digests are a poor judge of the one before (README.md).
 inline constexpr int32_t kScoutRingBlocks = 2;
 
-// Index of the tier's array of digests.
+// Indices of the tier's arrays. There are key codes only where shortlist_blocks is above 0.
 inline constexpr size_t kScoutDigests = 0;
+inline constexpr size_t kScoutKeyCodes = 1;
+
+// The shortlist holds so many budgets, but no fewer than so many tokens: digests alone are a poor
+// judge of a block (README.md), and shorter lists save no time.
+inline constexpr int32_t kScoutShortlistBudgets = 4;
+inline constexpr int32_t kScoutShortlistTokens = 8192;
 
 class BlockSelection {
  public:
@@ -54,9 +61,10 @@ class BlockSelection {
     int32_t* places;  // places of the resident blocks, as kernels::SplitParams has them
     kernels::UnitLists missing;
   };
-  // Section 3.2: selects the blocks with the highest digest scores and splits them by where they
-  // lie. The newest block's digest may not include the rows' own tokens yet; that block is selected
-  // without a score. Returns the selected lists, which stay valid until the next call.
+  // Section 3.2: selects the blocks with the highest scores and splits them by where they lie. The
+  // blocks with the highest digest scores make a shortlist, whose scores are computed again from
+  // key codes. The newest block's digest may not include the rows' own tokens yet; that block is
+  // selected without a score. Returns the selected lists, which stay valid until the next call.
   kernels::UnitLists Choose(Stream& stream, int layer, const KvAttention::Queries& queries,
                             const Split& split) const;
 
@@ -79,12 +87,19 @@ class BlockSelection {
         device_(options.device),
         tier_(&tier) {}
 
+  // Selects the `k` blocks with the highest of `scores_`.
+  void SelectBest(Stream& stream, const KvAttention::Queries& queries, int32_t k,
+                  const kernels::UnitLists& selected) const;
+  // Computes the scores of the blocks with the highest digest scores again, from key codes.
+  void Refine(Stream& stream, int layer, const KvAttention::Queries& queries) const;
+
   kernels::GroupReduction reduction_;
   bool whole_;
   ScoutShape shape_;
   Device* device_;
   const OffloadTier* tier_;
   Buffer scores_;                           // float [lists][most_blocks]
+  Buffer shortlist_, shortlist_counts_;     // int32 [lists][shortlist_blocks], [lists]
   Buffer selected_, selected_counts_;       // int32 [lists][budget_blocks], [lists]
   Buffer sources_, targets_, move_counts_;  // int32 [lists][budget_blocks] twice, [lists]
 };

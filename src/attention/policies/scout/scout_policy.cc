@@ -68,10 +68,15 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
-  // digests: least and greatest K of a block
+  // Every block's digest is read once, and that of a shortlisted block again, with its key codes.
   int64_t MetadataBytes(int64_t tokens) const override {
-    return kv().BlocksFor(tokens) * shape_.kv_heads * 2 * shape_.head_dim *
-           SizeOf(kv().element_type);
+    const int64_t digest = int64_t{2} * shape_.head_dim * SizeOf(kv().element_type);
+    const int64_t codes = int64_t{shape_.block_tokens} * 2 *
+                          kernels::KeyCodeWords(shape_.head_dim) *
+                          static_cast<int64_t>(sizeof(int32_t));
+    const int64_t blocks = kv().BlocksFor(tokens);
+    return shape_.kv_heads * (blocks * digest + std::min<int64_t>(blocks, shape_.shortlist_blocks) *
+                                                    (digest + codes));
   }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
@@ -93,6 +98,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
   bool LooksAhead(int layer) const override {
     return options().scout.layer_ahead && !tier().dense(layer);
   }
+
+  bool FollowsDrift() const override { return options().scout.drift; }
 
   // Algorithm 1, lines 5 to 7, for layer i + 1; the model has made the queries of line 4.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
@@ -172,6 +179,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
       digest.first_positions = row.first_positions;
       digest.positions = row.positions;
       digest.rows = 1;
+      if (shape_.shortlist_blocks > 0) digest.codes = tier().Array(layer, kScoutKeyCodes);
       kernels().Digest(stream, digest);
       if (knows) first_.Fetch(stream, layer, slot, row);
       const int32_t* const first_since = scratch_.first_since.as<int32_t>();
@@ -212,7 +220,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
     return scratch_.due.as<int32_t>() + int64_t{layer} * shape_.rows;
   }
 
-  // Extends the newest block's digest by the row's own token.
+  // Extends the newest block's digest by the row's own token, and makes the key codes of a block
+  // that this token completes.
   void ExtendDigests(Stream& stream, int layer, const Queries& queries) {
     kernels::DigestParams digest{};
     digest.cache = tier().Ring(layer);
@@ -220,6 +229,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     digest.slots = queries.slots;
     digest.positions = queries.positions;
     digest.rows = queries.rows;
+    if (shape_.shortlist_blocks > 0) digest.codes = tier().Array(layer, kScoutKeyCodes);
     kernels().Digest(stream, digest);
   }
 
@@ -316,6 +326,12 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
           ? std::min(static_cast<int32_t>(kind.BlocksFor(options.scout.resident_tokens)),
                      shape.most_blocks)
           : shape.budget_blocks;
+  if (options.scout.key_codes) {
+    shape.shortlist_blocks =
+        std::min(std::max(kScoutShortlistBudgets * shape.budget_blocks,
+                          static_cast<int32_t>(kind.BlocksFor(kScoutShortlistTokens))),
+                 shape.most_blocks);
+  }
   shape.resident_blocks =
       options.scout.attend_whole ? shape.recall_blocks + kScoutRingBlocks : shape.budget_blocks;
   return shape;
@@ -366,6 +382,9 @@ absl::StatusOr<std::unique_ptr<ScoutPolicy>> ScoutPolicyImpl::Create(const Polic
   tier_options.recall_blocks = shape.recall_blocks;
   tier_options.unit_tokens = kind.block_tokens;
   tier_options.arrays = {{"digests", kind.block_tokens, 2 * shape.head_dim, kind.element_type}};
+  if (shape.shortlist_blocks > 0) {
+    tier_options.arrays.push_back({"key codes", 1, 2 * kernels::KeyCodeWords(shape.head_dim)});
+  }
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
 
   CoAttention::Options co_options;
