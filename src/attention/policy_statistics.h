@@ -16,7 +16,7 @@ struct PolicyStatistics {
   // Sums over sequences. A token counts once for each KV head that selected it.
   struct Layer {
     int64_t steps = 0;     // decode rows
-    int64_t selected = 0;  // tokens x KV heads attended to, wherever they lay
+    int64_t selected = 0;  // tokens x KV heads that were selected, wherever they lay
     // selected tokens with no slot in HBM: the CPU attends to them, or they are fetched
     int64_t missing = 0;
     int64_t recalled = 0;  // tokens x KV heads that were given a slot in HBM

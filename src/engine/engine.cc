@@ -11,6 +11,7 @@
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
+#include "src/metrics/metrics.h"
 #include "src/model/model.h"
 
 namespace sluice {
@@ -23,6 +24,7 @@ EngineImpl::EngineImpl(const Options& options, const Parts& parts,
       stream_(std::move(stream)),
       slots_(options.max_sequences, nullptr),
       seeds_(options.seed != 0 ? options.seed : RandomU64()) {
+  parts_.metrics->exact_limit.Set(static_cast<double>(parts_.policy->exact_tokens()));
   for (int slot = static_cast<int>(options.max_sequences) - 1; slot >= 0; --slot) {
     free_slots_.push_back(slot);
   }

@@ -121,8 +121,8 @@ class EngineImpl : public Engine {
   // computes its prompt here.
   void EndOrCompute(Sequence& sequence, absl::Status why, absl::Time now);
   // Emits an output token, and ends the sequence if it stops there. Returns false in that case; the
-  // sequence may be gone then.
-  bool Emit(Sequence& sequence, const OutputToken& token, absl::Time now);
+  // sequence may be gone then. `exact`: it was computed with attention to everything.
+  bool Emit(Sequence& sequence, const OutputToken& token, bool exact, absl::Time now);
   // Ends all sequences.
   void EndAll(const absl::Status& why, absl::Time now);
   void Finish(Sequence& sequence, FinishInfo info, absl::Time now);

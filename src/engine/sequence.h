@@ -55,6 +55,9 @@ struct Sequence {
   int64_t length = 0;
   int64_t cached = 0;   // tokens [0, cached) have their KV, or a launched step computes it
   int64_t emitted = 0;  // output tokens given to the sink
+  // Of those, the ones for which every row so far attended to everything; they come first.
+  int64_t exact = 0;
+  bool approximate = false;  // a row of an earlier turn did not
 
   // Batch.
   uint64_t ticket = 0;  // order in which sequences became ready, which is the order of admission

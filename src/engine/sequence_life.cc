@@ -69,6 +69,7 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.home = std::move(ready.home);
   sequence.hints = std::move(ready.hints);
   sequence.home_tokens = ready.context_length;
+  sequence.approximate = ready.approximate;
   sequence.tokens = std::move(ready.prompt);
   sequence.prompt_length = static_cast<int64_t>(sequence.tokens.size());
   sequence.context_length = ready.context_length;
@@ -85,7 +86,7 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
       token.logprob.reset();
       token.top_logprobs.clear();
     }
-    if (!Emit(sequence, token, now)) return;
+    if (!Emit(sequence, token, /*exact=*/true, now)) return;
   }
   sequence.length = static_cast<int64_t>(sequence.tokens.size());
   // If caches cover every token, the last one is computed again, because its logits choose the
@@ -99,10 +100,11 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   }
 }
 
-bool EngineImpl::Emit(Sequence& sequence, const OutputToken& token, absl::Time now) {
+bool EngineImpl::Emit(Sequence& sequence, const OutputToken& token, bool exact, absl::Time now) {
   const int32_t id = token.id;
   sequence.tokens.push_back(id);
   ++sequence.emitted;
+  sequence.exact += exact ? 1 : 0;
   if (sequence.emitted == 1) sequence.first_token = now - sequence.arrival;
   if (sequence.emitted == 1) {
     parts_.metrics->time_to_first_token.Observe(now - sequence.arrival);
@@ -155,6 +157,7 @@ void EngineImpl::Keep(Sequence& sequence) {
   kept.tokens = sequence.tokens;
   kept.context_length = static_cast<uint32_t>(sequence.keep_tokens);
   kept.lease = sequence.request.keep;
+  kept.approximate = sequence.approximate || sequence.exact < sequence.emitted;
   absl::StatusOr<std::string> id = parts_.transfers->kept().Keep(std::move(kept));
   if (!id.ok()) return;  // as if there were no capacity: without an id
   sequence.keep_id = *std::move(id);
@@ -166,6 +169,7 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   info.prompt_tokens = static_cast<uint32_t>(sequence.prompt_length);
   info.completion_tokens = static_cast<uint32_t>(sequence.emitted);
   info.cached_tokens = static_cast<uint32_t>(sequence.context_length);
+  info.exact_tokens = static_cast<uint32_t>(sequence.exact);
   info.transfer_id = sequence.transfer_id;
   info.queued = sequence.queued;
   info.first_token = sequence.first_token;

@@ -253,7 +253,12 @@ void EngineImpl::CompleteStep() {
           now);
       continue;
     }
-    Emit(sequence, token, now);
+    // The row attended to the tokens so far, by its policy's means unless it was one of the prompt.
+    const auto attended = std::ssize(sequence.tokens);
+    const bool exact = !sequence.approximate &&
+                       attended <= std::max(sequence.prompt_length, parts_.policy->exact_tokens());
+    parts_.metrics->decoded_tokens(exact).Add();
+    Emit(sequence, token, exact, now);
   }
   const absl::Time end = parts_.clock->Now();
   // The step was launched while the step before still ran.

@@ -14,6 +14,7 @@ absl::StatusOr<std::string> KeptSequences::Keep(KeptSequence sequence) {
   const auto transfer =
       std::make_shared<Transfer>(std::move(sequence.tenant), std::move(sequence.tokens),
                                  sequence.context_length, *layout_, lease);
+  transfer->approximate = sequence.approximate;
   {
     TransferStore::Lock lock(store_);
     if (!store_->HasRoomLocked(PromptBytes(transfer->prompt_length))) {

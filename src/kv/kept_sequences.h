@@ -26,6 +26,7 @@ struct KeptSequence {
   std::vector<int32_t> tokens;
   uint32_t context_length = 0;  // leading tokens whose caches KeepHome will bring
   absl::Duration lease;         // zero: the default
+  bool approximate = false;     // some of its caches come from rows that did not attend to all
 };
 
 class KeptSequences {

@@ -66,6 +66,7 @@ class Transfer {
   const uint32_t max_new_tokens;
   std::unique_ptr<SequenceCache> home;
 
+  bool approximate = false;  // as in KeptSequence
   State state = State::kReceiving;
   const absl::Duration lease;
   absl::Time lease_end;

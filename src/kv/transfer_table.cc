@@ -277,7 +277,7 @@ absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId i
   return std::optional<ReadySequence>(
       ReadySequence{transfer->id, std::move(transfer->prompt), transfer->context_length,
                     transfer->max_new_tokens, transfer->kept, std::move(transfer->first_tokens),
-                    std::move(transfer->hints), std::move(transfer->home)});
+                    std::move(transfer->hints), std::move(transfer->home), transfer->approximate});
 }
 
 void TransferTable::Detach(AttachId id, bool abort_transfer) {

@@ -69,6 +69,7 @@ struct ReadySequence {
   std::vector<OutputToken> first_tokens;
   SelectionHints hints;
   std::unique_ptr<SequenceCache> home;
+  bool approximate = false;  // as in KeptSequence
 };
 
 class TransferTable {

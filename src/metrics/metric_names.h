@@ -26,6 +26,16 @@ inline constexpr Metric kTokens{
     "Tokens by kind: output tokens were sent to callers, prompt tokens were computed on this node, "
     "handed_over tokens arrived with their KV, kept tokens had their KV here from the turn before",
     "kind"};
+inline constexpr Metric kDecodedTokens{
+    "sluice_decoded_tokens_total", Type::kCounter,
+    "Output tokens that this node computed, by whether every row of their sequence so far attended "
+    "to all tokens before it (exact true) or the policy chose a part of them for some row (false)",
+    "exact"};
+inline constexpr Metric kExactLimit{
+    "sluice_exact_limit_tokens", Type::kGauge,
+    "Up to how many tokens, prompt and output together, a sequence is attended to exactly under "
+    "the policy; max_context under policy full, 0 on a prefill node",
+    ""};
 inline constexpr Metric kTimeToFirstToken{"sluice_time_to_first_token_seconds", Type::kHistogram,
                                           "Time from the Generate call to its first token", ""};
 inline constexpr Metric kInterTokenLatency{"sluice_inter_token_latency_seconds", Type::kHistogram,
@@ -63,10 +73,11 @@ inline constexpr Metric kStepSeconds{
 
 // Selection: what decode rows attend to where a policy selects. The counters lag by a few steps.
 // The hit rate is 1 - missed / selected.
-inline constexpr Metric kSelectedTokens{"sluice_selected_tokens_total", Type::kCounter,
-                                        "Tokens that decode rows attended to in layers where the "
-                                        "policy selects, counted once for each KV head",
-                                        "layer"};
+inline constexpr Metric kSelectedTokens{
+    "sluice_selected_tokens_total", Type::kCounter,
+    "Tokens that the policy selected for decode rows, counted once for each KV head; scout and "
+    "recall also attend to the others that are in HBM",
+    "layer"};
 inline constexpr Metric kMissedTokens{
     "sluice_missed_tokens_total", Type::kCounter,
     "Selected tokens that had no KV slot in HBM: they were fetched, or attended to by the CPU",
@@ -206,6 +217,8 @@ inline constexpr Metric kVllmKvUsage{"vllm:kv_cache_usage_perc", Type::kGauge,
 inline constexpr const Metric* kAll[] = {
     &kRequests,
     &kTokens,
+    &kDecodedTokens,
+    &kExactLimit,
     &kTimeToFirstToken,
     &kInterTokenLatency,
     &kRequestSeconds,

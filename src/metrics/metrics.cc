@@ -140,6 +140,7 @@ struct Metrics::Registry {
 
 Metrics::Metrics()
     : registry_(std::make_unique<Registry>()),
+      exact_limit(registry_->MakeGauge(names::kExactLimit)),
       time_to_first_token(registry_->MakeHistogram(names::kTimeToFirstToken, LongSeconds())),
       inter_token_latency(registry_->MakeHistogram(names::kInterTokenLatency, ShortSeconds())),
       request_seconds(registry_->MakeHistogram(names::kRequestSeconds, LongSeconds())),
@@ -176,6 +177,11 @@ Metrics::Metrics()
           kTokenKindNames,
           [&](const char* name) {
             return registry_->MakeCounter(names::kTokens, {{"kind", name}});
+          })),
+      decoded_tokens_(Registry::ForEach<Counter>(
+          std::array<const char*, 2>{"false", "true"},
+          [&](const char* name) {
+            return registry_->MakeCounter(names::kDecodedTokens, {{"exact", name}});
           })),
       step_seconds_(Registry::ForEach<Histogram>(
           kPhaseNames,

@@ -143,6 +143,7 @@ class Metrics {
   const Counter& reserves_refused(std::string_view reason) const;
   const Counter& pulls_failed(std::string_view reason) const;
   const Counter& tokens(TokenKind kind) const { return tokens_[static_cast<size_t>(kind)]; }
+  const Counter& decoded_tokens(bool exact) const { return decoded_tokens_[exact ? 1 : 0]; }
   const Histogram& step_seconds(StepPhase phase) const {
     return step_seconds_[static_cast<size_t>(phase)];
   }
@@ -170,6 +171,7 @@ class Metrics {
   // Returns all metrics in the text exposition format, version 0.0.4.
   std::string Render() const;
 
+  const Gauge exact_limit;
   const Histogram time_to_first_token;
   const Histogram inter_token_latency;
   const Histogram request_seconds;
@@ -207,6 +209,7 @@ class Metrics {
   const std::vector<Counter> reserves_refused_;  // by index in kReserveReasons
   const std::vector<Counter> pulls_failed_;      // by index in kPullReasons
   const std::array<Counter, kTokenKinds> tokens_;
+  const std::array<Counter, 2> decoded_tokens_;  // false, true
   const std::array<Histogram, kStepPhases> step_seconds_;
   const Gauge batch_sequences_;
   const Gauge vllm_running_;

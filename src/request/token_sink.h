@@ -27,6 +27,9 @@ struct FinishInfo {
   uint32_t prompt_tokens = 0;
   uint32_t completion_tokens = 0;
   uint32_t cached_tokens = 0;
+  // Output tokens, from the first on, that were computed with attention to every token before them;
+  // 0 if an earlier turn was approximate.
+  uint32_t exact_tokens = 0;
   std::string transfer_id;     // empty if nothing was handed over
   std::string sequence_id;     // the kept sequence; empty if it is not kept
   SourceRef source;            // where its prompt is held; empty if it is not

@@ -228,6 +228,7 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   *admin.model.mutable_model() = MakeModelInfo(*model_);
   admin.model.set_device(device_->name());
   admin.model.set_policy(policy_->name());
+  admin.model.set_exact_tokens(static_cast<uint32_t>(policy_->exact_tokens()));
   admin.model.set_kernels(device_->kernels().name());
   admin.model.set_version(Version());
   admin.max_sequences = config_.max_sequences();

@@ -95,6 +95,7 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
                              in.max_sequences});
     out.rooms.push_back(room);
   }
+  out.exact_tokens = made->policy->exact_tokens();
   out.workers = static_cast<int>(made->policy->Workers().workers);
   out.one = made->policy->DescribeSteps(1);
   out.all = made->policy->DescribeSteps(static_cast<int32_t>(in.max_sequences));

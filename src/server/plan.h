@@ -44,7 +44,8 @@ struct PlanInput {
     // Bytes that it asks for beside its sequences: tables, scratch, requests to workers.
     int64_t beside_hbm_bytes = 0;
     int64_t beside_pinned_bytes = 0;
-    int workers = 0;  // CPU threads that attend to tokens that are not in HBM
+    int64_t exact_tokens = 0;  // AttentionPolicy::exact_tokens
+    int workers = 0;           // CPU threads that attend to tokens that are not in HBM
     // The memory of a sequence with `context` tokens, prompt and output together.
     struct Headroom {
       int64_t context = 0;

@@ -75,7 +75,7 @@ std::string ModelLine(const ModelConfig& m) {
   return out + "\n";
 }
 
-std::string PolicyLines(const PlanInput::Policy& policy) {
+std::string PolicyLines(const PlanInput::Policy& policy, int64_t max_context) {
   std::string out =
       absl::StrFormat("\npolicy %s: sequences in DRAM, a part of each in HBM\n", policy.name);
   if (!policy.status.ok()) {
@@ -90,6 +90,9 @@ std::string PolicyLines(const PlanInput::Policy& policy) {
     absl::StrAppendFormat(&out, "  %10d  %12s  %12s  %16d\n", room.context, Bytes(room.hbm_bytes),
                           Bytes(room.dram_bytes), room.running);
   }
+  absl::StrAppendFormat(&out, "  exact: sequences of up to %d tokens of prompt and output%s\n",
+                        policy.exact_tokens,
+                        policy.exact_tokens < max_context ? "" : ", all of them");
   if (!policy.rooms.empty() && !policy.rooms.back().kinds.empty()) {
     absl::StrAppendFormat(&out, "  of a sequence of %d tokens, %s\n", policy.rooms.back().context,
                           policy.rooms.back().kinds);
@@ -158,7 +161,7 @@ std::string FormatPlan(const PlanInput& in) {
 
   // Under policy full a running sequence lies wholly in HBM, with room to grow. DRAM holds caches
   // that were handed over until their sequences run.
-  absl::StrAppendFormat(&out, "policy full: every running sequence wholly in HBM\n");
+  absl::StrAppendFormat(&out, "policy full: every running sequence wholly in HBM, and exact\n");
   absl::StrAppendFormat(&out, "  HBM   %10s  %10d tokens\n", Bytes(in.hbm_bytes),
                         TokensThatFit(in.layout, in.hbm_bytes));
   absl::StrAppendFormat(&out, "  DRAM  %10s  %10d tokens\n\n", Bytes(in.dram_bytes),
@@ -178,7 +181,9 @@ std::string FormatPlan(const PlanInput& in) {
                         longest, in.max_context);
   absl::StrAppendFormat(&out, "  running sequences are capped by max_sequences (%d)\n",
                         in.max_sequences);
-  for (const PlanInput::Policy& policy : in.policies) absl::StrAppend(&out, PolicyLines(policy));
+  for (const PlanInput::Policy& policy : in.policies) {
+    absl::StrAppend(&out, PolicyLines(policy, in.max_context));
+  }
   return out;
 }
 

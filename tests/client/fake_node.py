@@ -42,6 +42,7 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
         self.breaks = 0  # Write calls that will still break at their second chunk
         self.answer = [[5, 6], [7]]  # ids that Generate streams, a list for each message
         self.finish = decode_pb2.Finish(reason=decode_pb2.FINISH_REASON_LENGTH)
+        self.exact_tokens = 1 << 16  # of what Generate streams, from the first on
         self.refusal = None  # (code, message, details...) with which Generate ends
         self.kept = []  # ids of the sequences that are kept
         self.kept_so_far = 0
@@ -196,6 +197,7 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
             self.cancelled.wait(20)
         finish = decode_pb2.Finish()
         finish.CopyFrom(self.finish)
+        finish.usage.exact_tokens = self.exact_tokens
         if request.HasField("keep"):
             self.kept_so_far += 1
             self.kept.append(f"{self.kept_so_far:032x}")

@@ -20,7 +20,7 @@ from terminal import heeding_ctrl_c
 
 SLUICE = Path(__file__).resolve().parents[2] / "tools" / "sluice"
 KEYS = ["prompt_ids", "output_ids", "output_text", "logprobs", "top_logprobs", "finish_reason",
-        "ttft_seconds", "itl_seconds"]
+        "exact_tokens", "ttft_seconds", "itl_seconds"]
 
 
 def test_json_has_the_keys_that_scripts_read(sluice, node):
@@ -41,6 +41,14 @@ def test_logprobs_are_per_token(sluice, node):
     got = json.loads(out.stdout)
     assert got["logprobs"] == [-0.625, -0.75, -0.875]
     assert got["top_logprobs"] == [[[5, -0.625]], [[6, -0.75]], [[7, -0.875]]]
+
+
+@pytest.mark.parametrize("exact", [3, 2, 0])
+def test_generate_says_from_where_on_a_policy_approximated(sluice, node, exact):
+    node.exact_tokens = exact
+    out = sluice("generate", "--decode", node.address, "--prompt-ids", "1,2,3")
+    assert out.returncode == 0, out.stderr
+    assert (f"exact for the first {exact}" in out.stderr) == (exact < 3)
 
 
 def test_prefill_gets_the_decode_address_and_generate_the_transfer(sluice, node):

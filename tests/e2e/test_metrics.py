@@ -10,7 +10,7 @@ import uuid
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from sluice.v1 import common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2, prefill_pb2, source_pb2
+from sluice.v1 import admin_pb2, common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2, prefill_pb2, source_pb2
 from support.metrics_text import Scrape, exported_names, wait_for
 from support.nodes import ROOT, SCALE, TIMEOUT_S, error_of, greedy, tokens_of
 from support.transfers import Transfer, committed
@@ -230,6 +230,8 @@ CAUSES = {
         (reserves("accepted", "NONE"), 1),
         (("sluice_tokens_total", {"kind": "output"}), 24),
         (("sluice_tokens_total", {"kind": "handed_over"}), 33),
+        (("sluice_decoded_tokens_total", {"exact": "true"}), 24),
+        (("sluice_decoded_tokens_total", {"exact": "false"}), 0),
         (("sluice_time_to_first_token_seconds_count", {}), 1),
         (("sluice_inter_token_latency_seconds_count", {}), 23),
         (("sluice_request_duration_seconds_count", {}), 1),
@@ -343,6 +345,8 @@ def test_the_process_and_the_build_are_told(scene):
     (labels,) = [dict(have) for name, have in scrape.samples if name == "sluice_build_info"]
     assert scrape.get("sluice_build_info") == 1
     assert labels["device"] == "cpu" and labels["policy"] == "full"
+    model = scene.node.admin.GetModel(admin_pb2.GetModelRequest(), timeout=TIMEOUT_S)
+    assert scrape.get("sluice_exact_limit_tokens") == model.exact_tokens == model.model.max_context
     assert labels["kernels"] and labels["model"] and labels["version"].count(".") == 2
     assert abs(scrape.get("process_resident_memory_bytes") / scene.node.rss_bytes() - 1) < 0.2
     assert abs(time.time() - scrape.get("process_start_time_seconds")) < 3600
@@ -355,7 +359,7 @@ def test_exactly_the_names_of_the_header_are_exported_and_each_has_moved(scene, 
     if len(moved) < 10:
         pytest.skip("the causes have not run: run the whole file")
     still = {name for name in exported_names() if not name.startswith(("process_", "sluice_build_info"))
-             and "capacity" not in name}
+             and "capacity" not in name and name != "sluice_exact_limit_tokens"}
     # Preemption needs overcommit, so the tests of the engine count it.
     sparse = {name for name in still if name.startswith((
         "sluice_attention_worker", "sluice_selected_", "sluice_missed_", "sluice_fetched_", "sluice_selecting_",

@@ -1,5 +1,6 @@
-// Recall in tables of thousands of places, beyond the number that one block of threads sees at a
-// time: which units are evicted, in which order, among few and among many stamps.
+// Recall and Split in tables of thousands of places, beyond the number that one block of threads
+// sees at a time: which units are evicted, in which order, among few and among many stamps; and
+// which have a place.
 #include "tests/kernels/sparse_support.h"
 
 namespace sluice::kernels {
@@ -116,6 +117,49 @@ void TestRecall(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("recall evicts the reference's units among thousands of places",
                           TestRecall)
+
+// Every unit that has a place is listed, whatever the selection names.
+void TestSplitWhole(const KernelTable& table, Random& random) {
+  const Guarded<int32_t> slots = BufferOf<int32_t>({kRowSlots[0], kRowSlots[1]});
+  const Guarded<int32_t> positions = BufferOf<int32_t>({kPosition, kPosition});
+  for (const TableCase& c : kCases) {
+    INFO(c.name);
+    const uint64_t seed = random();
+    Tables got(c, seed), want(c, seed);
+    const int64_t lists = kSlots * kKvHeads;
+    TestLists resident(lists, c.places), want_resident(lists, c.places);
+    TestLists missing(lists, 3000), want_missing(lists, 3000);
+    Guarded<int32_t> places(lists * c.places), want_places(lists * c.places);
+    const auto run = [&](const KernelTable& path, Tables& t, TestLists& of_resident,
+                         Guarded<int32_t>& of_places, TestLists& of_missing) {
+      SplitParams p{};
+      p.residency = {t.place_of.view, t.places.view, kRing, c.places};
+      p.slots = slots.data();
+      p.positions = positions.data();
+      p.selected = t.missing.view;
+      p.resident = of_resident.view;
+      p.places = of_places.data();
+      p.missing = of_missing.view;
+      p.rows = kSlots;
+      p.kv_heads = kKvHeads;
+      p.unit_tokens = 1;
+      p.whole = true;
+      RunWorkers(path.split, p, 1);
+    };
+    run(table, got, resident, places, missing);
+    run(Reference(), want, want_resident, want_places, want_missing);
+    CHECK(got.places.data.Damage() + resident.Damage() + places.Damage() + missing.Damage() == "");
+    for (int64_t list = 0; list < lists; ++list) {
+      REQUIRE(resident.List(list) == want_resident.List(list));
+      REQUIRE(missing.List(list) == want_missing.List(list));
+      for (int64_t i = 0; i < resident.counts[list]; ++i) {
+        REQUIRE(places[list * c.places + i] == want_places[list * c.places + i]);
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("split lists the reference's units among thousands of places",
+                          TestSplitWhole)
 
 }  // namespace
 }  // namespace sluice::kernels

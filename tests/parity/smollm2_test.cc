@@ -42,7 +42,9 @@ std::string ModelDirectory() {
   return given != nullptr ? given : SLUICE_SOURCE_DIR "/models/smollm2-135m-instruct";
 }
 
-void CheckPath(const std::string& path, DType kv_dtype, const Tolerance& tolerance) {
+// With a `policy` other than full only those cases are decoded that fit its budget.
+void CheckPath(const std::string& path, DType kv_dtype, const Tolerance& tolerance,
+               const std::string& policy = "full") {
   if (const absl::Status status = testing::TestDevice(path).status(); !status.ok()) {
     SkipTest(std::string(status.message()));
     return;
@@ -63,8 +65,12 @@ void CheckPath(const std::string& path, DType kv_dtype, const Tolerance& toleran
   options.chunk_tokens = 512;
   options.kv_dtype = kv_dtype;
   options.hbm_bytes = int64_t{512} << 20;
+  options.policy.name = policy;
+  options.policy.worker_deadline = absl::Seconds(60);
   Node node(options);
   for (size_t c = 0; c < golden.size(); ++c) {
+    const size_t length = golden[c].at("ids").size() + golden[c].at("tokens").size();
+    if (static_cast<int64_t>(length) > node.policy().exact_tokens() + 1) continue;
     const auto want = golden[c].at("tokens").get<std::vector<int32_t>>();
     const auto logprobs = golden[c].at("logprobs").get<std::vector<double>>();
     const auto margins = golden[c].at("margins").get<std::vector<double>>();
@@ -112,6 +118,21 @@ TEST_CASE("SmolLM2 gives transformers' tokens on a GPU", "[cuda]") {
 TEST_CASE("SmolLM2 gives transformers' log-probabilities with float32 caches") {
   const bool avx2 = kernels::FindKernelTable("avx2") != nullptr;
   CheckPath(avx2 ? "avx2" : "portable", DType::kFloat32, kExact);
+}
+
+TEST_CASE("SmolLM2 gives transformers' log-probabilities under every policy while it fits") {
+  const bool avx2 = kernels::FindKernelTable("avx2") != nullptr;
+  for (const char* policy : {"scout", "recall", "hgca"}) {
+    INFO(policy);
+    CheckPath(avx2 ? "avx2" : "portable", DType::kFloat32, kExact, policy);
+  }
+}
+TEST_CASE("SmolLM2 gives transformers' tokens under every policy while it fits, on a GPU",
+          "[cuda]") {
+  for (const char* policy : {"scout", "recall", "hgca"}) {
+    INFO(policy);
+    CheckPath("cuda", DType::kBFloat16, kCuda, policy);
+  }
 }
 
 }  // namespace sluice

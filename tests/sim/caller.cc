@@ -233,6 +233,7 @@ void Caller::Ended(const FinishInfo& info) {
   if (info.completion_tokens != emitted_) {
     Fail(absl::StrCat("the end counts ", info.completion_tokens, " tokens, ", emitted_, " came"));
   }
+  CheckExact(info);
   if (info.reason == FinishInfo::Reason::kError) return CheckError(info);
   const bool all = emitted_ == request_.expected.tokens.size();
   if (info.reason == FinishInfo::Reason::kStop) {
@@ -247,6 +248,27 @@ void Caller::Ended(const FinishInfo& info) {
     world_->Note(Situation::kEndedByLength);
   }
   if (was_parked_) world_->Note(Situation::kReadAgainAfterParking);
+}
+
+void Caller::CheckExact(const FinishInfo& info) {
+  const int64_t limit = world_->node().policy().exact_tokens();
+  const auto prompt = static_cast<int64_t>(request_.prompt.size());
+  // The first token comes from the prompt's last row, or with others from the prefill node.
+  const int64_t given = std::max<int64_t>(std::ssize(request_.first), 1);
+  const int64_t fit = std::max(given, limit - prompt + 1);
+  if (info.exact_tokens != std::min<int64_t>(fit, static_cast<int64_t>(emitted_))) {
+    Fail(absl::StrCat("the end counts ", info.exact_tokens, " exact tokens of ", emitted_,
+                      ", the policy is exact up to ", limit, " tokens"));
+  }
+  for (size_t i = 0; i < info.exact_tokens; ++i) {
+    if (i < request_.exact.size() && request_.exact[i].id == request_.expected.tokens[i].id) {
+      continue;
+    }
+    Fail(absl::StrCat("token ", i, " is not what full attention gives"));
+  }
+  if (info.exact_tokens > given && info.exact_tokens < emitted_) {
+    world_->Note(Situation::kOutgrewItsBudget);
+  }
 }
 
 void Caller::CheckError(const FinishInfo& info) {

@@ -54,6 +54,8 @@ class Caller {
   void Emitted(const OutputToken& token);
   void Ended(const FinishInfo& info);
   void CheckError(const FinishInfo& info);
+  // Checks from which token on the policy approximated, and that it did not before.
+  void CheckExact(const FinishInfo& info);
   // The reader's side of the stream.
   void ReadAfter(absl::Duration delay);
   void Read();

@@ -241,8 +241,9 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
       }
     }
   }
-  r.expected = node.selects_all ? Expect(r.prompt, r.first, r.sampling, max_tokens, node.top_k)
-                                : ExpectAlone(node, r);
+  r.expected = Expect(r.prompt, r.first, r.sampling, max_tokens, node.top_k);
+  r.exact = r.expected.tokens;
+  if (!node.selects_all) r.expected = ExpectAlone(node, r);
 
   r.reserve_at = DrawDuration(random, kArrivals);
   if (r.meeting == Meeting::kById) {

@@ -67,6 +67,8 @@ struct RequestSpec {
   std::vector<OutputToken> first;  // first tokens handed over
   SamplingParams sampling;
   Expected expected;
+  // What the request gives where its rows attend to everything.
+  std::vector<OutputToken> exact;
 
   absl::Duration
       generate_at;  // time after the start (kByKey, kLocal), the Reserve or the Commit (kById)

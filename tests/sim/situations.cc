@@ -60,6 +60,8 @@ const char* Name(Situation situation) {
       return "Generate refused, too many wait";
     case Situation::kWaitedForHbm:
       return "waited for HBM with a slot free";
+    case Situation::kOutgrewItsBudget:
+      return "exact, and approximate once it outgrew its budget";
     case Situation::kTwoStepsInFlight:
       return "two steps in flight";
     case Situation::kParked:

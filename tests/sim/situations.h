@@ -38,6 +38,7 @@ enum class Situation {
   kTooManyWaiting,
   kWaitedForHbm,
   kPreempted,
+  kOutgrewItsBudget,
   kTwoStepsInFlight,
   kParked,
   kReadAgainAfterParking,

@@ -13,8 +13,9 @@ EPILOGS = {
 
 Without a prefill node the decode node computes the prompt itself, if it was started with --local-prefill always.
 --json prints one object: prompt_ids, output_ids, output_text (null without --tokenizer), logprobs and
-top_logprobs (null without --logprobs), finish_reason ("stop" or "length"), ttft_seconds (from sending the request
-to the first token) and itl_seconds (the gaps between tokens).
+top_logprobs (null without --logprobs), finish_reason ("stop" or "length"), exact_tokens (how many output tokens, from
+the first on, were computed with attention to everything), ttft_seconds (from sending the request to the first token)
+and itl_seconds (the gaps between tokens).
 Exit status: 0, 1 for an error, 2 for a wrong command line.
 """ + NODES,
     "chat": """example:

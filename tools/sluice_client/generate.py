@@ -62,6 +62,8 @@ class Result:
     finish_reason: str = ""
     stop_string: str | None = None
     cached_tokens: int = 0
+    # Output tokens, from the first on, that were computed with attention to every token before them.
+    exact_tokens: int = 0
     # Id of the sequence that the node keeps for another turn; empty if it keeps none.
     sequence_id: str = ""
     # Time from sending the request (to the prefill node, if there is one) to the first token.
@@ -152,6 +154,7 @@ def _finish(result: Result, finish: decode_pb2.Finish) -> None:
     if finish.HasField("stop_string"):
         result.stop_string = finish.stop_string
     result.cached_tokens = finish.usage.cached_tokens
+    result.exact_tokens = finish.usage.exact_tokens
     result.sequence_id = finish.sequence_id
 
 
@@ -205,6 +208,7 @@ def as_json(result: Result, output_text: str | None) -> str:
         "logprobs": result.logprobs,
         "top_logprobs": result.top_logprobs,
         "finish_reason": result.finish_reason,
+        "exact_tokens": result.exact_tokens,
         "ttft_seconds": result.ttft_seconds,
         "itl_seconds": result.itl_seconds,
         **kept,
@@ -212,7 +216,9 @@ def as_json(result: Result, output_text: str | None) -> str:
 
 
 def summary(result: Result) -> str:
-    """Returns one line of figures: the tokens, the time to the first one, the rate of the others."""
+    """Returns one line of figures: the tokens, the time to the first one, the rate of the others, and from
+    where on the policy approximated.
+    """
     tokens = f"{len(result.output_ids)} tokens"
     if result.ttft_seconds is None:
         return tokens
@@ -220,6 +226,8 @@ def summary(result: Result) -> str:
     seconds = sum(result.itl_seconds)
     if seconds > 0:
         line += f", then {len(result.itl_seconds) / seconds:.1f} tokens/s"
+    if result.exact_tokens < len(result.output_ids):
+        line += f", exact for the first {result.exact_tokens}"
     return f"{line} ({result.finish_reason})"
 
 

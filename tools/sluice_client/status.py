@@ -113,6 +113,9 @@ def as_text(status: dict, address: str) -> str:
              + " and ".join(f"{k['name']} of {k['bytes_per_token']} B" for k in model["cache_kinds"]))
     about = ", ".join(f"{key} {node[key]}" for key in ("role", "device", "kernels", "policy", "version")
                       if node.get(key))
+    exact = node.get("exact_tokens", 0)
+    if 0 < exact < model["max_context"]:
+        about += f"; exact up to {exact} tokens"
     lines = [
         f"{model['name']} ({model['architecture']}) at {address}{_state(capacity)}",
         f"  {model['layers']} layers, {heads}, context {model['max_context']}, weights "

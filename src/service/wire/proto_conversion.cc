@@ -403,6 +403,7 @@ v1::Finish ToProto(const FinishInfo& info) {
   out.mutable_usage()->set_prompt_tokens(info.prompt_tokens);
   out.mutable_usage()->set_completion_tokens(info.completion_tokens);
   out.mutable_usage()->set_cached_tokens(info.cached_tokens);
+  out.mutable_usage()->set_exact_tokens(info.exact_tokens);
   out.set_sequence_id(info.sequence_id);
   return out;
 }

@@ -200,6 +200,9 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.tokens(TokenKind::kOutput).Add(5);
   metrics.tokens(TokenKind::kPrompt).Add(6);
   metrics.tokens(TokenKind::kHandedOver).Add(7);
+  metrics.decoded_tokens(true).Add(15);
+  metrics.decoded_tokens(false).Add(16);
+  metrics.exact_limit.Set(2112);
   metrics.slow_readers.Add();
   metrics.malformed_trace_headers.Add(9);
   metrics.ingest_bytes.Add(1 << 20);
@@ -231,6 +234,9 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {"sluice_tokens_total{kind=\"output\"}", 5},
       {"sluice_tokens_total{kind=\"prompt\"}", 6},
       {"sluice_tokens_total{kind=\"handed_over\"}", 7},
+      {"sluice_decoded_tokens_total{exact=\"true\"}", 15},
+      {"sluice_decoded_tokens_total{exact=\"false\"}", 16},
+      {"sluice_exact_limit_tokens", 2112},
       {"sluice_slow_readers_total", 1},
       {"sluice_malformed_trace_headers_total", 9},
       {"sluice_preemptions_total", 13},

@@ -119,6 +119,10 @@ TEST_CASE("the plan asks for what a node asks for") {
     CHECK(policy.beside_hbm_bytes > 0);
     CHECK(policy.beside_pinned_bytes > 0);
     CHECK_THAT(FormatPlan(*plan), Catch::Contains("policy " + policy.name + ":"));
+    CHECK(policy.exact_tokens > 0);
+    CHECK(policy.exact_tokens <= 700);
+    CHECK_THAT(FormatPlan(*plan),
+               Catch::Contains("exact: sequences of up to " + std::to_string(policy.exact_tokens)));
   }
   // The batch has histories, biases and logits of five sequences at least.
   CHECK(plan->batch_bytes > 5 * (700 + 2 * 1024 + (*model)->config().vocab_size) * 4);
