@@ -74,6 +74,9 @@ struct PolicyOptions {
   struct Hgca {
     int window_tokens = 512;  // blk_num * blk_size
     float beta = 1.0f;
+    std::vector<float> betas;  // [layers][kv_heads], from sluice-profile; empty: beta everywhere
+    // Tokens that are selected with a salient one: those that follow it in its block.
+    int following = 0;
     float alpha = 0.3f;  // weight of the newest step in the moving average
     kernels::GroupReduction reduction = kernels::GroupReduction::kMax;  // kMax or kMean
     // True: selections are made on a thread of their own, ahead of the workers. Otherwise (always

@@ -72,6 +72,8 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.scout.attend_whole = value != 0; }},
     {"beta", "hgca", false,
      [](PolicyOptions& o, double value) { o.hgca.beta = static_cast<float>(value); }},
+    {"following", "hgca", false,
+     [](PolicyOptions& o, double value) { o.hgca.following = static_cast<int>(value); }},
     {"alpha", "hgca", false,
      [](PolicyOptions& o, double value) { o.hgca.alpha = static_cast<float>(value); }},
     {"window", "hgca", true,
