@@ -149,8 +149,9 @@ class Mailbox {
   // that wait for it.
   struct Channel {
     alignas(64) std::atomic<bool> open{false};
-    // For each part of the workers: the round's number << 32 | those of the part that owe an answer.
-    // The number is beside them so that nobody takes a worker out of a later round by mistake.
+    // For each part of the workers: the round's number << 32 | those of the part that owe an
+    // answer. The number is beside them so that nobody takes a worker out of a later round by
+    // mistake.
     alignas(64) std::atomic<uint64_t> rounds[kParts]{};
     std::atomic<int> parts_left{0};     // parts in which somebody owes; written before `rounds`
     std::atomic<int64_t> opened_ns{0};  // steady clock; written before `rounds`

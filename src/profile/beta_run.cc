@@ -36,7 +36,8 @@ std::vector<float> Softmax(const float* q, const std::vector<float>& k, int64_t 
 std::vector<JudgedToken> JudgeTokens(const HeadQueries& head, int64_t head_dim,
                                      const BetaRunOptions& options) {
   const int64_t tokens = static_cast<int64_t>(head.k.size()) / head_dim;
-  const int64_t group = static_cast<int64_t>(head.q.size()) / head_dim / std::max<int64_t>(tokens, 1);
+  const int64_t group =
+      static_cast<int64_t>(head.q.size()) / head_dim / std::max<int64_t>(tokens, 1);
   const int64_t first_row = tokens - options.rows;  // the first row behind the judging one
   const HgcaWindow window{options.block_tokens, options.window_tokens / options.block_tokens};
   if (first_row < 1) return {};
@@ -92,8 +93,8 @@ FoundBeta BetaFor(std::vector<JudgedToken> tokens, double share) {
 absl::StatusOr<std::vector<FoundBeta>> MeasureBetas(
     const BetaRunOptions& options, Device* device, Model* model, absl::Span<const Prompt> prompts,
     const std::function<void(int64_t, int64_t)>& progress) {
-  const auto lists = static_cast<size_t>(model->cache_layout().layers *
-                                         model->cache_layout().kinds[0].heads);
+  const auto lists =
+      static_cast<size_t>(model->cache_layout().layers * model->cache_layout().kinds[0].heads);
   std::vector<std::vector<JudgedToken>> tokens(lists);
   for (size_t i = 0; i < prompts.size(); ++i) {
     SLUICE_ASSIGN_OR_RETURN(
@@ -113,7 +114,8 @@ absl::StatusOr<std::vector<FoundBeta>> MeasureBetas(
         " rows behind the one that judges them: take longer prompts or a smaller --hgca-window"));
   }
   std::vector<FoundBeta> found;
-  for (std::vector<JudgedToken>& of : tokens) found.push_back(BetaFor(std::move(of), options.share));
+  for (std::vector<JudgedToken>& of : tokens)
+    found.push_back(BetaFor(std::move(of), options.share));
   return found;
 }
 

@@ -36,9 +36,9 @@ std::vector<JudgedToken> JudgeTokens(const HeadQueries& head, int64_t head_dim,
                                      const BetaRunOptions& options);
 
 struct FoundBeta {
-  float beta = 0;         // the largest with which the selection holds the share
-  double selected = 0;    // share of the tokens that it selects
-  double captured = 0;    // share of the mass
+  float beta = 0;       // the largest with which the selection holds the share
+  double selected = 0;  // share of the tokens that it selects
+  double captured = 0;  // share of the mass
 };
 FoundBeta BetaFor(std::vector<JudgedToken> tokens, double share);
 

@@ -61,7 +61,8 @@ constexpr char kAbout[] =
 constexpr char kExamples[] =
     "  sluice-profile --model models/m --traffic prompts.jsonl --out m.profile.json\n"
     "  sluice-profile --model models/m --traffic prompts.jsonl --skew --no-intervals --out m.json\n"
-    "  sluice-profile --model models/m --traffic prompts.jsonl --betas --no-intervals --out m.json\n"
+    "  sluice-profile --model models/m --traffic prompts.jsonl --betas --no-intervals --out "
+    "m.json\n"
     "  sluice-profile --model models/m --prompts 4 --context 4096 --steps 128 --out m.json\n"
     "  sluice-server --model models/m --policy scout --policy-profile m.profile.json\n"
     "  sluice-profile --model models/deepseek --traffic prompts.jsonl --contexts 32768 --ratios "
@@ -220,10 +221,9 @@ class Profiler {
     std::vector<FoundBeta> found;
     {
       Progress bar("attention outside the window");
-      SLUICE_ASSIGN_OR_RETURN(found, MeasureBetas(run, &device_->device(), model_.get(), prompts_,
-                                                  [&](int64_t done, int64_t all) {
-                                                    bar.Show(done, all);
-                                                  }));
+      SLUICE_ASSIGN_OR_RETURN(
+          found, MeasureBetas(run, &device_->device(), model_.get(), prompts_,
+                              [&](int64_t done, int64_t all) { bar.Show(done, all); }));
     }
     const CacheLayout& layout = model_->cache_layout();
     profile_.hgca = {options_.hgca_window, options_.hgca_share, layout.kinds[0].heads, {}};

@@ -32,6 +32,7 @@ void HalfWindow(PolicyOptions& options, int prompt, float beta) {
   options.worker_deadline = absl::Seconds(60);  // A busy machine is no fault.
   options.hgca.window_tokens = std::max(prompt / kBlockTokens / 2, 1) * kBlockTokens;
   options.hgca.beta = beta;
+  options.hgca.following = 0;
 }
 
 // Checks that both sides' LSE are finite in every layer, so neither side is empty.

@@ -43,10 +43,10 @@ void PromptQueries::BeginStep(absl::Span<const int32_t> slots,
     const auto added = static_cast<int64_t>(end - r);
     const bool goes_on = positions[r] == slot.newest + 1;
     slot.newest = positions[end - 1];
-    slot.rows = static_cast<int>(
-        std::min<int64_t>(added + (goes_on ? slot.rows : 0), options_.rows));
-    for (size_t row = end - static_cast<size_t>(std::min<int64_t>(added, options_.rows));
-         row < end; ++row) {
+    slot.rows =
+        static_cast<int>(std::min<int64_t>(added + (goes_on ? slot.rows : 0), options_.rows));
+    for (size_t row = end - static_cast<size_t>(std::min<int64_t>(added, options_.rows)); row < end;
+         ++row) {
       step_->rows.as<int32_t>()[count] = static_cast<int32_t>(row);
       step_->targets.as<int32_t>()[count] =
           slots[r] * options_.rows + positions[row] % options_.rows;

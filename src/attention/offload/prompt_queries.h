@@ -23,7 +23,7 @@ class PromptQueries {
     int slots = 0;
     int heads = 0;
     int head_dim = 0;
-    int rows = 1;                              // newest rows of a prompt that are kept
+    int rows = 1;                             // newest rows of a prompt that are kept
     MemoryKind memory = MemoryKind::kDevice;  // where they are kept
   };
   // RESOURCE_EXHAUSTED: there is no memory.
@@ -66,7 +66,7 @@ class PromptQueries {
   // A list of which row's queries go where in a step: row position % rows of a slot. Pinned.
   struct KeepList {
     Buffer rows, targets;  // int32 [slots][rows]
-    Buffer count;        // int32
+    Buffer count;          // int32
     std::unique_ptr<Event> done;
   };
   // Maximum steps under way at once.

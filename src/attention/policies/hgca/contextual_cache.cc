@@ -44,8 +44,8 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages)
                                          static_cast<size_t>(most_blocks_))),
       bits_(std::make_unique_for_overwrite<uint16_t[]>(EntryIndex(options.slots, 0, 0) *
                                                        static_cast<size_t>(words_))),
-      snapshots_(std::make_unique<std::atomic<int32_t>[]>(EntryIndex(options.slots, 0, 0) *
-                                                          kSnapshots)),
+      snapshots_(
+          std::make_unique<std::atomic<int32_t>[]>(EntryIndex(options.slots, 0, 0) * kSnapshots)),
       entries_(EntryIndex(options.slots, 0, 0)),
       slots_(static_cast<size_t>(options.slots)),
       scratch_(static_cast<size_t>(options.workers) + 1) {
@@ -172,10 +172,10 @@ void ContextualCache::ListTokens(int channel, int slot, int32_t position, int32_
     newest_from = from;
   }
   for (int head = 0; head < kind_.heads; ++head) {
-    tokens[head] = newest < 0 ? static_cast<int32_t>(options_.window.BlocksOutside(position) *
-                                                     kind_.block_tokens)
-                              : SnapshotOf(slot, newest, channel, head)
-                                    .load(std::memory_order_relaxed);
+    tokens[head] =
+        newest < 0
+            ? static_cast<int32_t>(options_.window.BlocksOutside(position) * kind_.block_tokens)
+            : SnapshotOf(slot, newest, channel, head).load(std::memory_order_relaxed);
   }
 }
 

@@ -171,8 +171,8 @@ class ContextualCache : public CoAttention::Source {
     std::array<std::atomic<int32_t>, kSnapshots> from;
     // The engine thread's alone.
     int next_snapshot = 0;
-    int64_t outside = -1;      // blocks outside in the newest snapshot; -1: there is none
-    bool complete = false;     // every list of it had been selected
+    int64_t outside = -1;   // blocks outside in the newest snapshot; -1: there is none
+    bool complete = false;  // every list of it had been selected
   };
   // Counters that one thread adds to. A late thread adds when no step is under way.
   struct Tally {
@@ -183,10 +183,10 @@ class ContextualCache : public CoAttention::Source {
   };
   // Scratch memory of a thread that attends or selects.
   struct Scratch {
-    std::vector<int32_t> list;     // [max_context]: the tokens of one head
-    std::vector<float> o, lse;     // [group][head_dim], [kMostJudgingRows][group]
-    std::vector<float> weights;    // [chunk]
-    std::vector<Tally> tallies;    // [layers]
+    std::vector<int32_t> list;   // [max_context]: the tokens of one head
+    std::vector<float> o, lse;   // [group][head_dim], [kMostJudgingRows][group]
+    std::vector<float> weights;  // [chunk]
+    std::vector<Tally> tallies;  // [layers]
   };
   // A row that judges tokens for one KV head.
   struct JudgingRow {
@@ -268,9 +268,9 @@ class ContextualCache : public CoAttention::Source {
   const int layers_;
   const int group_;
   const int head_dim_;
-  const int64_t most_blocks_;  // blocks of a host cache
-  const int64_t words_;        // of a selection's bits
-  const Buffer averages_;      // float32 [layers][slots][2][kv_heads][block_tokens]
+  const int64_t most_blocks_;               // blocks of a host cache
+  const int64_t words_;                     // of a selection's bits
+  const Buffer averages_;                   // float32 [layers][slots][2][kv_heads][block_tokens]
   const std::unique_ptr<int32_t[]> pages_;  // [slots][layers][most_blocks]
   // [slots][layers][kv_heads][words]. Not set at the start, so that memory of unused slots and of
   // contexts that never come is not taken from the system.

@@ -124,8 +124,7 @@ bool ContextualCache::EvaluateHead(int slot, int layer, int head, uint64_t seque
                                    Scratch& scratch) {
   const Entry& entry = EntryOf(slot, layer, head);
   const int64_t position = entry.evaluated_at.load(std::memory_order_acquire);
-  const int64_t row =
-      (int64_t{slot} * layers_ + layer) * options_.heads + int64_t{head} * group_;
+  const int64_t row = (int64_t{slot} * layers_ + layer) * options_.heads + int64_t{head} * group_;
   const JudgingRow judge{row_queries_.data() + row * head_dim_, row_lse_.data() + row};
   return Judge(slot, layer, head, sequence, options_.window.BlocksOutside(position), {&judge, 1},
                scratch);

@@ -335,7 +335,8 @@ absl::StatusOr<HgcaWindow> WindowOf(const PolicyOptions& options) {
   if (!(hgca.beta >= 0 && hgca.beta < std::numeric_limits<float>::infinity())) {
     return expected("hgca beta", "0 or more", hgca.beta);
   }
-  const int64_t lists = int64_t{options.hbm->layout().layers} * options.hbm->layout().kinds[0].heads;
+  const int64_t lists =
+      int64_t{options.hbm->layout().layers} * options.hbm->layout().kinds[0].heads;
   if (!hgca.betas.empty() && std::ssize(hgca.betas) != lists) {
     return expected("hgca betas", absl::StrCat("one for each of ", lists, " layers and KV heads"),
                     hgca.betas.size());
@@ -431,11 +432,11 @@ absl::StatusOr<std::unique_ptr<HgcaPolicy>> HgcaPolicyImpl::Create(const PolicyO
   SLUICE_ASSIGN_OR_RETURN(const HgcaWindow window, WindowOf(options));
   const CacheLayout& layout = options.hbm->layout();
   const int max_rows = MaxDecodeRows(options);
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PromptQueries> queries,
-                          PromptQueries::Create({options.device, layout.layers, options.slots,
-                                                 options.heads, HeadDim(layout.kinds[0]),
-                                                 ContextualCache::kMostJudgingRows,
-                                                 MemoryKind::kPinned}));
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<PromptQueries> queries,
+      PromptQueries::Create({options.device, layout.layers, options.slots, options.heads,
+                             HeadDim(layout.kinds[0]), ContextualCache::kMostJudgingRows,
+                             MemoryKind::kPinned}));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<ContextualCache> cache,
                           NewCache(options, window, queries.get()));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, NewTier(options, window));

@@ -257,7 +257,8 @@ class Bench {
         const auto rows = static_cast<double>((block + kWindowBlocks) * kBlock - first_[slot]);
         average /= 1 - std::pow(1 - double{options_.alpha}, rows);
       }
-      if (Salient(layer, head, average, options_.window.tokens())) selected_[{slot, layer, head}].insert(t);
+      if (Salient(layer, head, average, options_.window.tokens()))
+        selected_[{slot, layer, head}].insert(t);
     }
     ++judged;
   }

@@ -76,8 +76,8 @@ class Model {
         layer_(layer),
         kv_head_(kv_head) {}
 
-  // An append that ends before row `first`: the moving average of its last `rows` rows' weights over
-  // the tokens outside that row's window makes the selection.
+  // An append that ends before row `first`: the moving average of its last `rows` rows' weights
+  // over the tokens outside that row's window makes the selection.
   void Append(int first, int rows) {
     first_ = first;
     judged_ =
