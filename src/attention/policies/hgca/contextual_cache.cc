@@ -37,7 +37,8 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages)
       group_(options.heads / kind_.heads),
       head_dim_(static_cast<int>(kind_.part_bytes[0] / SizeOf(kind_.element_type))),
       most_blocks_(kind_.BlocksFor(options.max_context)),
-      words_((most_blocks_ * kind_.block_tokens + 63) / 64 * 64 / kWordTokens),
+      block_words_((kind_.block_tokens + kWordTokens - 1) / kWordTokens),
+      words_((most_blocks_ * block_words_ + 3) / 4 * 4),
       averages_(std::move(averages)),
       pages_(std::make_unique<int32_t[]>(static_cast<size_t>(options.slots) *
                                          static_cast<size_t>(layers_) *
@@ -49,7 +50,6 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages)
       entries_(EntryIndex(options.slots, 0, 0)),
       slots_(static_cast<size_t>(options.slots)),
       scratch_(static_cast<size_t>(options.workers) + 1) {
-  SLUICE_CHECK(kind_.block_tokens % kWordTokens == 0);
   SLUICE_CHECK(options.betas.empty() ||
                std::ssize(options.betas) == int64_t{layers_} * kind_.heads);
   const auto heads = static_cast<size_t>(options.heads), group = static_cast<size_t>(group_);
@@ -323,25 +323,28 @@ void ContextualCache::SelectBlock(int slot, int layer, int head, int64_t block) 
 int32_t ContextualCache::Mark(int slot, int layer, int head, int64_t first, const float* weights,
                               int64_t tokens, int64_t size) const {
   const float beta = BetaOf(layer, head);
-  uint16_t* const bits = BitsOf(slot, layer, head) + first / kWordTokens;
+  const int64_t block_tokens = kind_.block_tokens;
+  uint16_t* bits = BitsOf(slot, layer, head) + first / block_tokens * block_words_;
   int32_t count = 0;
-  int follows = 0;  // tokens from here on that are selected
-  for (int64_t word = 0; word < tokens / kWordTokens; ++word) {
-    if (word * kWordTokens % kind_.block_tokens == 0) follows = 0;
-    uint32_t set = 0;
-    for (int t = 0; t < kWordTokens; ++t, --follows) {
-      if (IsSalient(weights[word * kWordTokens + t], beta, size)) follows = options_.following + 1;
-      set |= static_cast<uint32_t>(follows > 0) << t;
+  for (int64_t block = 0; block < tokens; block += block_tokens) {
+    int follows = 0;  // tokens from here on that are selected
+    for (int64_t word = 0; word < block_tokens; word += kWordTokens) {
+      const int64_t end = std::min<int64_t>(kWordTokens, block_tokens - word);
+      uint32_t set = 0;
+      for (int64_t t = 0; t < end; ++t, --follows) {
+        if (IsSalient(weights[block + word + t], beta, size)) follows = options_.following + 1;
+        set |= static_cast<uint32_t>(follows > 0) << t;
+      }
+      *bits++ = static_cast<uint16_t>(set);
+      count += std::popcount(set);
     }
-    bits[word] = static_cast<uint16_t>(set);
-    count += std::popcount(set);
   }
   return count;
 }
 
 int64_t ContextualCache::List(int slot, int layer, int head, int64_t blocks, int32_t* list) const {
   const uint16_t* const bits = BitsOf(slot, layer, head);
-  const int64_t words = blocks * kind_.block_tokens / kWordTokens;
+  const int64_t words = blocks * block_words_;
   int64_t count = 0;
   const auto append = [&](uint64_t set, int64_t first) {
     for (; set != 0; set &= set - 1) {
@@ -349,12 +352,17 @@ int64_t ContextualCache::List(int slot, int layer, int head, int64_t blocks, int
     }
   };
   int64_t word = 0;
-  for (; word + 4 <= words; word += 4) {
-    uint64_t set;
-    std::memcpy(&set, bits + word, sizeof(set));
-    append(set, word * kWordTokens);
+  if (kind_.block_tokens % kWordTokens == 0) {  // no word has unused bits
+    for (; word + 4 <= words; word += 4) {
+      uint64_t set;
+      std::memcpy(&set, bits + word, sizeof(set));
+      append(set, word * kWordTokens);
+    }
   }
-  for (; word < words; ++word) append(bits[word], word * kWordTokens);
+  for (; word < words; ++word) {
+    append(bits[word],
+           word / block_words_ * kind_.block_tokens + word % block_words_ * kWordTokens);
+  }
   return count;
 }
 

@@ -211,7 +211,7 @@ class ContextualCache : public CoAttention::Source {
   int32_t* PagesOf(int slot, int layer) const {
     return pages_.get() + (int64_t{slot} * layers_ + layer) * most_blocks_;
   }
-  // Returns the selection's bits, token 0 in the lowest bit of word 0.
+  // Returns the selection's bits: whole words for each block, its first token in the lowest bit.
   uint16_t* BitsOf(int slot, int layer, int head) const {
     return bits_.get() + EntryIndex(slot, layer, head) * static_cast<size_t>(words_);
   }
@@ -269,6 +269,7 @@ class ContextualCache : public CoAttention::Source {
   const int group_;
   const int head_dim_;
   const int64_t most_blocks_;               // blocks of a host cache
+  const int64_t block_words_;               // of a block's bits
   const int64_t words_;                     // of a selection's bits
   const Buffer averages_;                   // float32 [layers][slots][2][kv_heads][block_tokens]
   const std::unique_ptr<int32_t[]> pages_;  // [slots][layers][most_blocks]
