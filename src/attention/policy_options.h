@@ -82,6 +82,11 @@ struct PolicyOptions {
   struct Hgca {
     int window_tokens = 512;  // blk_num * blk_size
     float beta = 1.0f;
+    std::vector<float> betas;  // [layers][kv_heads], from sluice-profile; empty: beta everywhere
+    // Tokens that are selected with a salient one: those that follow it in its block. A row looks
+    // for what the next rows will continue with, so HGCA's own 0 forgets a name or a number behind
+    // its first token.
+    int following = 8;
     float alpha = 0.3f;  // weight of the newest step in the moving average
     kernels::GroupReduction reduction = kernels::GroupReduction::kMax;  // kMax or kMean
     // True: selections are made on a thread of their own, ahead of the workers. Otherwise (always

@@ -147,6 +147,25 @@ absl::Status ParseProjection(const ConfigReader& reader, const std::string& path
                         profile);
 }
 
+absl::Status ParseThresholds(const ConfigReader& reader, PolicyProfile* profile) {
+  if (!reader.Has("hgca")) return absl::OkStatus();
+  PolicyProfile::Thresholds& to = profile->hgca;
+  SLUICE_ASSIGN_OR_RETURN(const ConfigReader of, reader.Object("hgca"));
+  SLUICE_ASSIGN_OR_RETURN(to.window_tokens, of.Int("window_tokens", 1, 1 << 30));
+  SLUICE_ASSIGN_OR_RETURN(to.share, of.Number("share", 0, 1));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t kv_heads, of.Int("kv_heads", 1, 4096));
+  to.kv_heads = static_cast<int32_t>(kv_heads);
+  const json& betas = of.At("betas");
+  const auto is_beta = [](const json& v) { return v.is_number() && v.get<double>() >= 0; };
+  if (!betas.is_array() || betas.empty() || betas.size() % static_cast<size_t>(kv_heads) != 0 ||
+      betas.size() > static_cast<size_t>(kMaxLayers * kv_heads) ||
+      !std::all_of(betas.begin(), betas.end(), is_beta)) {
+    return of.Wrong("betas", "a list of numbers from 0 up, one for each layer and KV head");
+  }
+  to.betas = betas.get<std::vector<float>>();
+  return absl::OkStatus();
+}
+
 absl::Status DoesNotFit(const std::string& what) {
   return absl::FailedPreconditionError(
       absl::StrCat("policy_profile: ", what, ": profile this model again with sluice-profile"));
@@ -167,6 +186,12 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
     for (const PolicyProfile::Layer& layer : profile.layers) {
       root["layers"].push_back({{"interval", layer.interval}, {"shares", layer.shares}});
     }
+  }
+  if (!profile.hgca.betas.empty()) {
+    root["hgca"] = {{"window_tokens", profile.hgca.window_tokens},
+                    {"share", profile.hgca.share},
+                    {"kv_heads", profile.hgca.kv_heads},
+                    {"betas", profile.hgca.betas}};
   }
   WriteMissProfile(profile.misses, &root);
   if (profile.rank > 0) {
@@ -208,6 +233,7 @@ absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path) {
   }
   SLUICE_RETURN_IF_ERROR(ParseLayers(reader, path, &profile));
   SLUICE_RETURN_IF_ERROR(ParseProjection(reader, path, &profile));
+  SLUICE_RETURN_IF_ERROR(ParseThresholds(reader, &profile));
   SLUICE_RETURN_IF_ERROR(ReadMissProfile(reader, path, &profile.misses));
   return profile;
 }
@@ -253,6 +279,16 @@ absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string&
                                      kv.heads, " of ", head_dim));
     }
     options->recall.projection = profile.projection;
+  }
+  const PolicyProfile::Thresholds& hgca = profile.hgca;
+  if (!hgca.betas.empty()) {
+    const int64_t layers = std::ssize(hgca.betas) / hgca.kv_heads;
+    if (layers != layout.layers || hgca.kv_heads != kv.heads) {
+      return DoesNotFit(absl::StrCat("it has betas of ", layers, " layers of ", hgca.kv_heads,
+                                     " KV heads, the model has ", layout.layers, " of ", kv.heads));
+    }
+    // Who asks for exact attention gets it.
+    if (options->hgca.beta != 0) options->hgca.betas = hgca.betas;
   }
   for (const MissProfile::Point& point : profile.misses.points) {
     if (static_cast<int>(point.by_layer.size()) == layout.layers) continue;

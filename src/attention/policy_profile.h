@@ -1,7 +1,7 @@
 // A policy profile: what sluice-profile measured of a model and its traffic, as a file that a
-// server reads (--policy-profile). It holds recall intervals for policy `scout`, misses and stage
-// times for policy `ess`, and the projection for policy `recall`, which lies in a binary file of
-// its own beside the JSON. Any thread.
+// server reads (--policy-profile). It holds recall intervals for policy `scout`, thresholds for
+// policy `hgca`, misses and stage times for policy `ess`, and the projection for policy `recall`,
+// which lies in a binary file of its own beside the JSON. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +33,14 @@ struct PolicyProfile {
   // [layers][kv_heads][head_dim][rank]; rank is 0 if there is no projection.
   int32_t projection_layers = 0, kv_heads = 0, head_dim = 0, rank = 0;
   std::vector<float> projection;
+
+  // The betas with which what hgca selects holds a share of the attention outside its window.
+  struct Thresholds {
+    int64_t window_tokens = 0;
+    double share = 0;
+    int32_t kv_heads = 0;
+    std::vector<float> betas;  // [layers][kv_heads]; empty: not measured
+  } hgca;
 
   MissProfile misses;  // may be empty
 };

@@ -64,7 +64,7 @@ struct MailboxOptions {
 // and no worker uses it.
 class Mailbox {
  public:
-  static constexpr int kMaxWorkers = 32;
+  static constexpr int kMaxWorkers = 64;  // bits of a set of workers
   virtual ~Mailbox();
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
@@ -108,7 +108,7 @@ class Mailbox {
   //
   // Sets the workers that serve the sequence in `slot`, as bits; at first all do. The set bounds
   // what the loss of a worker costs.
-  void SetServers(int slot, uint32_t workers);
+  void SetServers(int slot, uint64_t workers);
   MailboxError error(int slot) const;
   // Clears the slot's error, for a new sequence.
   void Reset(int slot);
@@ -118,7 +118,7 @@ class Mailbox {
     return failures_[static_cast<size_t>(error)].load(std::memory_order_relaxed);
   }
   // Returns the workers that have left, as bits.
-  uint32_t gone() const { return gone_.load(std::memory_order_acquire); }
+  uint64_t gone() const { return gone_.load(std::memory_order_acquire); }
 
   int channels() const { return options_.channels; }
   int workers() const { return options_.workers; }
@@ -138,6 +138,10 @@ class Mailbox {
   uint32_t* word(int channel) const { return &words_[channel].value; }
 
  private:
+  // A word holds the number of a round and this many workers.
+  static constexpr int kPartWorkers = 32;
+  static constexpr int kParts = kMaxWorkers / kPartWorkers;
+
   struct alignas(64) Word {
     uint32_t value;
   };
@@ -145,8 +149,12 @@ class Mailbox {
   // that wait for it.
   struct Channel {
     alignas(64) std::atomic<bool> open{false};
-    alignas(64) std::atomic<uint64_t> round{0};  // its number << 32 | workers that owe an answer
-    std::atomic<int64_t> opened_ns{0};           // steady clock; written before `round`
+    // For each part of the workers: the round's number << 32 | those of the part that owe an
+    // answer. The number is beside them so that nobody takes a worker out of a later round by
+    // mistake.
+    alignas(64) std::atomic<uint64_t> rounds[kParts]{};
+    std::atomic<int> parts_left{0};     // parts in which somebody owes; written before `rounds`
+    std::atomic<int64_t> opened_ns{0};  // steady clock; written before `rounds`
   };
   // The state of one worker, which only that worker writes.
   struct alignas(64) WorkerState {
@@ -156,17 +164,19 @@ class Mailbox {
     uint32_t polls = 0;
   };
 
-  uint32_t Everyone() const;
+  uint64_t Everyone() const;
   bool LooksAtWords(int worker);
   void OpenIfRaised(int channel);
   void Close(int channel);
+  void EndPart(int channel);
   void SetError(int slot, MailboxError error);
-  void SetErrors(uint32_t workers, MailboxError error);
-  void AwaitLetGo(uint32_t workers) const;
+  void SetErrors(uint64_t workers, MailboxError error);
+  void AwaitLetGo(uint64_t workers) const;
   void Count(MailboxError error, int times) {
     failures_[static_cast<size_t>(error)].fetch_add(times, std::memory_order_relaxed);
   }
   void Watch(int channel);
+  void WatchPart(int channel, int part);
   void WatchdogLoop();
 
   const MailboxOptions options_;
@@ -175,10 +185,10 @@ class Mailbox {
   uint32_t* const errors_;  // [slots]
   const std::unique_ptr<Channel[]> channels_;
   const std::unique_ptr<WorkerState[]> worker_states_;
-  const std::unique_ptr<std::atomic<uint32_t>[]> servers_;  // [slots]
-  std::atomic<uint32_t> gone_{0};                           // workers that have left, as bits
+  const std::unique_ptr<std::atomic<uint64_t>[]> servers_;  // [slots]
+  std::atomic<uint64_t> gone_{0};                           // workers that have left, as bits
   std::atomic<int64_t> failures_[kMailboxErrors]{};         // indexed by MailboxError
-  std::atomic<uint32_t> late_{0};  // workers that missed a deadline and have not polled since
+  std::atomic<uint64_t> late_{0};  // workers that missed a deadline and have not polled since
 
   absl::Mutex mutex_;
   absl::CondVar changed_;  // not Mutex::Await: ThreadSanitizer cannot see into Debian's Abseil

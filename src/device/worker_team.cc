@@ -21,11 +21,11 @@ class MailboxWorkers : public WorkerTeam {
   bool Hold(int worker) override { return mailbox_->Hold(worker); }
   void LetGo(int worker) override { mailbox_->LetGo(worker); }
   bool Owes(int worker) const override { return mailbox_->Owes(worker); }
-  void SetServers(int slot, uint32_t workers) override { mailbox_->SetServers(slot, workers); }
+  void SetServers(int slot, uint64_t workers) override { mailbox_->SetServers(slot, workers); }
   MailboxError error(int slot) const override { return mailbox_->error(slot); }
   void Reset(int slot) override { mailbox_->Reset(slot); }
   int64_t failures(MailboxError error) const override { return mailbox_->failures(error); }
-  uint32_t gone() const override { return mailbox_->gone(); }
+  uint64_t gone() const override { return mailbox_->gone(); }
 
  private:
   const std::unique_ptr<Mailbox> mailbox_;

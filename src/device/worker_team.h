@@ -49,13 +49,13 @@ class WorkerTeam {
   virtual bool Owes(int worker) const = 0;
 
   // The host's side. Any thread may call these functions.
-  virtual void SetServers(int slot, uint32_t workers) = 0;
+  virtual void SetServers(int slot, uint64_t workers) = 0;
   virtual MailboxError error(int slot) const = 0;
   virtual void Reset(int slot) = 0;
   // Returns how many times a worker failed, left or was late, since the team was made.
   virtual int64_t failures(MailboxError error) const = 0;
   // Returns the workers that have left for good, as bits.
-  virtual uint32_t gone() const = 0;
+  virtual uint64_t gone() const = 0;
 
   WorkerTeam(const WorkerTeam&) = delete;
   WorkerTeam& operator=(const WorkerTeam&) = delete;

@@ -1,6 +1,7 @@
 #include "src/profile/command.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <memory>
 
@@ -16,6 +17,7 @@
 #include "src/bench/report/flags.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/model_config.h"
+#include "src/profile/beta_run.h"
 #include "src/profile/latent_profile.h"
 #include "src/profile/progress.h"
 #include "src/profile/share_run.h"
@@ -43,6 +45,11 @@ constexpr char kAbout[] =
     "decomposition). Its columns with the most weight become the partial queries and keys.\n"
     "The projection is written beside the profile, as FILE.projection: keep the two together.\n"
     "\n"
+    "Thresholds, for --policy hgca, with --betas: for each layer and KV head the largest beta\n"
+    "with which the tokens that a row selects hold --hgca-share of the attention that the 64 rows\n"
+    "behind it pay to tokens outside the window. Profile with the block_tokens and the window\n"
+    "that will be served.\n"
+    "\n"
     "Misses, for --policy ess, of a model with latent caches and an indexer: for each of\n"
     "--contexts, --ratios and --batches, sequences decode together through the real engine.\n"
     "Their misses are noted by layer, with how long a layer's stages take on that --device.\n"
@@ -54,6 +61,8 @@ constexpr char kAbout[] =
 constexpr char kExamples[] =
     "  sluice-profile --model models/m --traffic prompts.jsonl --out m.profile.json\n"
     "  sluice-profile --model models/m --traffic prompts.jsonl --skew --no-intervals --out m.json\n"
+    "  sluice-profile --model models/m --traffic prompts.jsonl --betas --no-intervals --out "
+    "m.json\n"
     "  sluice-profile --model models/m --prompts 4 --context 4096 --steps 128 --out m.json\n"
     "  sluice-server --model models/m --policy scout --policy-profile m.profile.json\n"
     "  sluice-profile --model models/deepseek --traffic prompts.jsonl --contexts 32768 --ratios "
@@ -70,6 +79,9 @@ struct Options {
   int64_t block_tokens = 32, budget_tokens = 2048, dense_layers = 2;
   int64_t rank = 0, skew_tokens = 1024;
   double share_limit = 0.12;
+  bool betas = false;
+  int64_t hgca_window = 512;
+  double hgca_share = 0.99;
   std::string device = "cpu", hbm_bytes = "256MiB", dram_bytes = "1GiB", ratios = "0.2";
   bool topic_drift = false;
   std::vector<int64_t> contexts, batches = {1, 4};
@@ -86,6 +98,7 @@ class Profiler {
     SLUICE_RETURN_IF_ERROR(Load());
     if (!options_.no_intervals) SLUICE_RETURN_IF_ERROR(MeasureIntervals());
     if (options_.skew) SLUICE_RETURN_IF_ERROR(MeasureSkew());
+    if (options_.betas) SLUICE_RETURN_IF_ERROR(MeasureThresholds());
     SLUICE_RETURN_IF_ERROR(WritePolicyProfile(profile_, options_.out));
     std::printf("\nwritten: %s\n", options_.out.c_str());
     if (profile_.rank > 0) std::printf("written: %s\n", ProjectionPath(options_.out).c_str());
@@ -198,6 +211,44 @@ class Profiler {
     return absl::OkStatus();
   }
 
+  absl::Status MeasureThresholds() {
+    const PolicyOptions::Hgca served;
+    BetaRunOptions run;
+    run.block_tokens = options_.block_tokens;
+    run.window_tokens = options_.hgca_window;
+    run.following = served.following;
+    run.share = options_.hgca_share;
+    std::vector<FoundBeta> found;
+    {
+      Progress bar("attention outside the window");
+      SLUICE_ASSIGN_OR_RETURN(
+          found, MeasureBetas(run, &device_->device(), model_.get(), prompts_,
+                              [&](int64_t done, int64_t all) { bar.Show(done, all); }));
+    }
+    const CacheLayout& layout = model_->cache_layout();
+    profile_.hgca = {options_.hgca_window, options_.hgca_share, layout.kinds[0].heads, {}};
+    std::printf("\nbeta of hgca: its selection holds %g %% of the attention outside %d tokens\n\n",
+                100 * options_.hgca_share, static_cast<int>(options_.hgca_window));
+    std::printf("%5s %12s %12s %10s\n", "layer", "least beta", "largest", "selected");
+    double all = 0;
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      float least = INFINITY, most = 0;
+      double selected = 0;
+      for (int head = 0; head < layout.kinds[0].heads; ++head) {
+        const FoundBeta& of = found[static_cast<size_t>(layer * layout.kinds[0].heads + head)];
+        profile_.hgca.betas.push_back(of.beta);
+        least = std::min(least, of.beta);
+        most = std::max(most, of.beta);
+        selected += of.selected / layout.kinds[0].heads;
+      }
+      std::printf("%5d %12.3g %12.3g %9.1f%%\n", layer, double{least}, double{most},
+                  100 * selected);
+      all += selected / layout.layers;
+    }
+    std::printf("%5s %12s %12s %9.1f%%\n", "mean", "", "", 100 * all);
+    return absl::OkStatus();
+  }
+
   const Options options_;
   const int threads_;
   std::unique_ptr<BenchDevice> device_;
@@ -255,8 +306,10 @@ absl::Status Profile(const Options& o) {
         absl::StrCat(config->architecture,
                      " has latent caches and no indexer: no policy takes a profile of it"));
   }
-  if (o.skew || o.no_intervals) {
-    return absl::InvalidArgumentError(absl::StrCat(o.skew ? "--skew" : "--no-intervals",
+  if (o.skew || o.betas || o.no_intervals) {
+    return absl::InvalidArgumentError(absl::StrCat(o.skew    ? "--skew"
+                                                   : o.betas ? "--betas"
+                                                             : "--no-intervals",
                                                    " is for models with keys and values of "
                                                    "heads, and ",
                                                    config->architecture,
@@ -295,6 +348,11 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Number("share-limit", "limit that the CPU's share of the budget must stay below", 0, 1,
                &o.share_limit);
   flags.Switch("no-intervals", "measure no recall intervals", &o.no_intervals);
+  flags.Switch("betas", "measure thresholds for policy hgca", &o.betas);
+  flags.Integer("hgca-window", "newest tokens in HBM under policy hgca, as served", 16, 1 << 20,
+                &o.hgca_window);
+  flags.Number("hgca-share", "share of the attention outside that window that is to be selected", 0,
+               1, &o.hgca_share);
   flags.Switch("skew", "make a projection for policy recall", &o.skew);
   flags.Integer("rank", "columns of the projection; 0: a quarter of head_dim", 0, 4096, &o.rank);
   flags.Integer("skew-tokens",
@@ -329,8 +387,11 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   }
   if (o.model.empty()) return Fail("--model is missing (see --help)", 2);
   if (o.out.empty()) return Fail("--out is missing: name the file to write (see --help)", 2);
-  if (o.no_intervals && !o.skew) {
-    return Fail("--no-intervals leaves nothing to measure: add --skew (see --help)", 2);
+  if (o.no_intervals && !o.skew && !o.betas) {
+    return Fail("--no-intervals leaves nothing to measure: add --skew or --betas (see --help)", 2);
+  }
+  if (o.hgca_window % o.block_tokens != 0) {
+    return Fail("--hgca-window takes a multiple of --block-tokens (see --help)", 2);
   }
   // Policies' log lines do not belong into the table.
   SetUpLogging(LogLevel::kWarn, LogFormat::kText);

@@ -112,11 +112,11 @@ class NoWorkers : public WorkerTeam {
   bool Hold(int) override { return false; }
   void LetGo(int) override {}
   bool Owes(int) const override { return false; }
-  void SetServers(int, uint32_t) override {}
+  void SetServers(int, uint64_t) override {}
   MailboxError error(int) const override { return MailboxError::kNone; }
   void Reset(int) override {}
   int64_t failures(MailboxError) const override { return 0; }
-  uint32_t gone() const override { return 0; }
+  uint64_t gone() const override { return 0; }
 
  private:
   const Buffer pinned_;

@@ -57,7 +57,8 @@ class SlotRest : public Event {
   const int slot_;
 };
 
-uint32_t Bits(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+// Returns the first `count` workers, as bits.
+uint64_t Bits(int count) { return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
 
 class CoAttentionImpl : public CoAttention {
  public:
@@ -72,7 +73,7 @@ class CoAttentionImpl : public CoAttention {
     shares_.reserve(static_cast<size_t>(options_.workers));
     for (int w = 0; w < options_.workers; ++w) shares_.emplace_back(options_);
     homes_.resize(static_cast<size_t>(options_.layers));
-    servers_ = std::make_unique<std::atomic<uint32_t>[]>(static_cast<size_t>(options_.slots));
+    servers_ = std::make_unique<std::atomic<uint64_t>[]>(static_cast<size_t>(options_.slots));
   }
 
   absl::Status Begin() {
@@ -129,7 +130,7 @@ class CoAttentionImpl : public CoAttention {
   }
 
   void Join(int slot) override {
-    const uint32_t servers = ServersOf(slot);
+    const uint64_t servers = ServersOf(slot);
     servers_[static_cast<size_t>(slot)].store(servers, std::memory_order_relaxed);
     team_->SetServers(slot, servers);
     team_->Reset(slot);
@@ -197,14 +198,14 @@ class CoAttentionImpl : public CoAttention {
   }
 
   // Returns the workers of the slot's group that are left; if none is, those of the next group.
-  uint32_t ServersOf(int slot) const {
+  uint64_t ServersOf(int slot) const {
     const int groups = CoAttentionGroups(options_);
-    const uint32_t gone = team_->gone();
+    const uint64_t gone = team_->gone();
     for (int i = 0; i < groups; ++i) {
       const int group = (slot + i) % groups;
       const int begin = group * options_.workers / groups;
       const int end = (group + 1) * options_.workers / groups;
-      const uint32_t left = Bits(end) & ~Bits(begin) & ~gone;
+      const uint64_t left = Bits(end) & ~Bits(begin) & ~gone;
       if (left != 0) return left;
     }
     return Bits(options_.workers);  // all have died: the next round says so
@@ -227,16 +228,16 @@ class CoAttentionImpl : public CoAttention {
 
   // Returns whether there was a sequence to serve.
   absl::StatusOr<bool> Serve(int worker, int channel, WorkerShare& share) {
-    const uint32_t bit = 1u << worker;
+    const uint64_t bit = uint64_t{1} << worker;
     {
       const Held held(*team_, worker);
       if (!held) return false;
       share.TakeRows(side(channel), [this, bit](int slot) {
-        const uint32_t servers =
+        const uint64_t servers =
             servers_[static_cast<size_t>(slot)].load(std::memory_order_relaxed);
-        return (servers & bit) != 0 ? servers : 0;
+        return (servers & bit) != 0 ? servers : uint64_t{0};
       });
-      share.TakeItems(side(channel), bit);
+      share.TakeItems(side(channel), channel, bit);
     }
     if (share.rows().empty()) return false;
     SLUICE_RETURN_IF_ERROR(InjectedFault());
@@ -305,7 +306,7 @@ class CoAttentionImpl : public CoAttention {
   std::vector<ChannelHome> homes_;                    // by channel
   std::unique_ptr<WorkerState[]> states_;             // by worker
   std::deque<SlotRest> rests_;                        // by slot
-  std::unique_ptr<std::atomic<uint32_t>[]> servers_;  // [slots] workers, as bits
+  std::unique_ptr<std::atomic<uint64_t>[]> servers_;  // [slots] workers, as bits
   std::unique_ptr<WorkerTeam> team_;                  // last: its threads use all members above
 };
 

@@ -55,6 +55,10 @@ class CoAttention {
     // it has returned false nothing that is written counts, and the function may return. An error
     // counts like a failure of the worker.
     virtual absl::Status Attend(int worker, const Task& task, absl::FunctionRef<bool()> owes) = 0;
+    // Writes how many tokens each KV head of a row attends to, [kv_heads], by which the workers of
+    // a group divide the heads. Each of them asks for itself, at any time while the row's round is
+    // open, and all must get the same answer. It may be an estimate. Any worker.
+    virtual void ListTokens(int channel, int slot, int32_t position, int32_t* tokens) const = 0;
   };
 
   struct Options {

@@ -76,7 +76,6 @@ absl::StatusOr<OffloadPages> OffloadPages::Of(const OffloadTierOptions& options)
     group.rows.push_back(
         {array.name, std::max<int64_t>(array.tokens_per_row, 1), array.dim, array.type});
   }
-  pages.extra_home_tokens = options.extra_home_tokens;
   pages.by_token.rows.push_back({"residency", options.unit_tokens, 1, kernels::DType::kFloat32});
   pages.by_place.rows.push_back({"places", options.unit_tokens, 2, kernels::DType::kFloat32});
   SLUICE_RETURN_IF_ERROR(pages.by_token.Fit(pages.kind.block_bytes()));
@@ -90,11 +89,6 @@ OffloadPages::ArrayAt OffloadPages::Array(size_t index) const {
   const auto at = static_cast<size_t>(std::count(array_by_token.begin(), end, wanted));
   const ArrayPages& group = wanted ? by_token : by_place;
   return {&group, &group.rows[at]};
-}
-
-int64_t OffloadPages::HomeTokensOf(int64_t total) const {
-  const int64_t extra = extra_home_tokens == nullptr ? 0 : extra_home_tokens(total);
-  return extra == 0 ? total : kind.BlocksFor(total) * kind.block_tokens + extra;
 }
 
 int64_t OffloadPages::PlaceBlocksOf(int64_t total) const {

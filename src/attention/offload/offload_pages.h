@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -57,7 +56,6 @@ struct OffloadPages {
                         // their order, then ResidencyTable::place_of
   ArrayPages by_place;  // the other arrays, by token of a place, then ResidencyTable::places
   std::vector<bool> array_by_token;  // by index of OffloadTierOptions::arrays
-  std::function<int64_t(int64_t)> extra_home_tokens;
 
   const ArrayPages::Rows& residency() const { return by_token.rows.back(); }
   const ArrayPages::Rows& places() const { return by_place.rows.back(); }
@@ -77,9 +75,6 @@ struct OffloadPages {
   int64_t ring_units() const { return ring_blocks * units_per_block; }
   int64_t place_units() const { return place_blocks * units_per_block; }
   int64_t PlaceBlocksOf(int64_t total) const;
-  // Returns the host-cache tokens of a sequence of `total` tokens; these are whole blocks where
-  // something follows them.
-  int64_t HomeTokensOf(int64_t total) const;
   // The tables of places have a row for every place that any sequence could have.
   int64_t place_pages() const { return by_place.PagesFor(place_blocks * kind.block_tokens); }
 

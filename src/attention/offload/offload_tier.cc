@@ -53,13 +53,13 @@ class OffloadTierImpl : public OffloadTier {
   }
 
   Footprint FootprintOf(int64_t /*context*/, int64_t total) const override {
-    return {pages_.HomeTokensOf(total), pages_.PoolTokensOf(total)};
+    return {total, pages_.PoolTokensOf(total)};
   }
 
   int64_t max_tokens() const override {
     return LargestThat(0, options_.max_context, [this](int64_t tokens) {
       return pages_.PoolTokensOf(tokens) <= options_.hbm->capacity_tokens() &&
-             pages_.HomeTokensOf(tokens) <= options_.dram->capacity_tokens();
+             tokens <= options_.dram->capacity_tokens();
     });
   }
 
@@ -71,8 +71,8 @@ class OffloadTierImpl : public OffloadTier {
              std::unique_ptr<SequenceCache>& home) override {
     Slot& s = slots_.at(static_cast<size_t>(slot));
     SLUICE_CHECK(home != nullptr || context == 0);
-    if (!AdmitWithHome(options_.hbm, pages_.PoolTokensOf(total), options_.dram,
-                       pages_.HomeTokensOf(total), home, &s.hbm)) {
+    if (!AdmitWithHome(options_.hbm, pages_.PoolTokensOf(total), options_.dram, total, home,
+                       &s.hbm)) {
       return false;
     }
     s.home = std::move(home);

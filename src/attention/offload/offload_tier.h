@@ -52,10 +52,6 @@ struct OffloadTierOptions {
   // Tokens of a unit that is recalled: block_tokens or 1.
   int unit_tokens = 0;
   std::vector<OffloadArray> arrays;
-  // Returns how many tokens a host cache holds behind those of a sequence of `total` tokens, for
-  // copies that the policy makes. They begin at block BlocksFor(total), and all of them are there
-  // from Admit on. Null: none.
-  std::function<int64_t(int64_t total)> extra_home_tokens;
 };
 
 class OffloadTier {

@@ -55,6 +55,7 @@ WorkerShare::WorkerShare(const CoAttention::Options& options)
   rows_.reserve(rows);
   mine_.reserve(rows * counts_.size());
   costs_.reserve(rows * counts_.size());
+  asked_.resize(counts_.size());
   groups_.reserve(rows);
 }
 
@@ -64,7 +65,7 @@ void WorkerShare::TakeQuery(const CoAttentionSide& request, const Row& row, int 
               q_.begin() + head * group_floats_);
 }
 
-void WorkerShare::TakeItems(const CoAttentionSide& request, uint32_t bit) {
+void WorkerShare::TakeItems(const CoAttentionSide& request, int channel, uint64_t bit) {
   // Fixed cost of a list beside its tokens, in tokens: queries in, a result out, a switch.
   constexpr int32_t kListTokens = 16;
   const auto heads = static_cast<size_t>(options_.kv_heads);
@@ -72,7 +73,7 @@ void WorkerShare::TakeItems(const CoAttentionSide& request, uint32_t bit) {
   groups_.clear();
   mine_.assign(rows_.size() * heads, false);
   // Nearly always all rows have the same servers; they differ only after workers have died.
-  const auto group_of = [this](uint32_t servers) -> Group& {
+  const auto group_of = [this](uint64_t servers) -> Group& {
     for (Group& group : groups_) {
       if (group.servers == servers) return group;
     }
@@ -80,11 +81,16 @@ void WorkerShare::TakeItems(const CoAttentionSide& request, uint32_t bit) {
   };
   for (const Row& row : rows_) {
     Group& group = group_of(row.servers);
-    for (size_t head = 0; head < heads; ++head) {
-      const size_t list = static_cast<size_t>(row.row) * heads + head;
-      costs_.push_back(kListTokens + (options_.source == nullptr
-                                          ? request.lists.counts[list] * options_.unit_tokens
-                                          : 0));
+    if (options_.source != nullptr) {
+      options_.source->ListTokens(channel, row.slot, row.position, asked_.data());
+    } else {
+      for (size_t head = 0; head < heads; ++head) {
+        const size_t list = static_cast<size_t>(row.row) * heads + head;
+        asked_[head] = request.lists.counts[list] * options_.unit_tokens;
+      }
+    }
+    for (const int32_t tokens : asked_) {
+      costs_.push_back(kListTokens + tokens);
       group.cost += costs_.back();
     }
   }

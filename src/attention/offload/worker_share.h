@@ -65,7 +65,7 @@ class WorkerShare {
     int32_t row = 0;
     int32_t slot = 0;
     int32_t position = 0;
-    uint32_t servers = 0;  // workers, as bits
+    uint64_t servers = 0;  // workers, as bits
   };
   // Takes the rows of the request that belong to the worker. `servers_of(slot)` returns 0 if the
   // worker does not serve the slot.
@@ -75,7 +75,7 @@ class WorkerShare {
     for (int32_t row = 0; row < *request.rows; ++row) {
       const int32_t slot = request.slots[row];
       if (slot < 0) continue;  // a padded row
-      const uint32_t servers = servers_of(slot);
+      const uint64_t servers = servers_of(slot);
       if (servers != 0) rows_.push_back({row, slot, request.positions[row], servers});
     }
   }
@@ -83,9 +83,9 @@ class WorkerShare {
 
   // Decides which KV heads of the taken rows are this worker's; `bit` is the worker's among their
   // servers. The workers of a group divide all lists of their sequences by tokens, in order, each
-  // by the same arithmetic on the same counts: lists differ by a factor of ten, and a round takes
-  // as long as its last worker.
-  void TakeItems(const CoAttentionSide& request, uint32_t bit);
+  // by the same arithmetic on the same counts (the request's, or the source's for the channel):
+  // lists differ by a factor of ten, and a round takes as long as its last worker.
+  void TakeItems(const CoAttentionSide& request, int channel, uint64_t bit);
   // Returns whether KV head `head` of row i of rows() is this worker's.
   bool Mine(size_t i, int head) const {
     return mine_[i * static_cast<size_t>(options_.kv_heads) + static_cast<size_t>(head)];
@@ -110,10 +110,11 @@ class WorkerShare {
   std::vector<Row> rows_;       // [max_rows] at most
   std::vector<bool> mine_;      // [rows][kv_heads]
   std::vector<int32_t> costs_;  // [rows][kv_heads]: cost of a list, in tokens
+  std::vector<int32_t> asked_;  // [kv_heads]: tokens of a row's lists, by the source
   // Rows with the same servers: the total cost of their lists, and the cost of those already given
   // out.
   struct Group {
-    uint32_t servers;
+    uint64_t servers;
     int64_t cost, before;
   };
   std::vector<Group> groups_;

@@ -77,6 +77,8 @@ constexpr Setting kSettings[] = {
     {"drift", "scout", false, [](PolicyOptions& o, double value) { o.scout.drift = value != 0; }},
     {"beta", "hgca", false,
      [](PolicyOptions& o, double value) { o.hgca.beta = static_cast<float>(value); }},
+    {"following", "hgca", false,
+     [](PolicyOptions& o, double value) { o.hgca.following = static_cast<int>(value); }},
     {"alpha", "hgca", false,
      [](PolicyOptions& o, double value) { o.hgca.alpha = static_cast<float>(value); }},
     {"window", "hgca", true,

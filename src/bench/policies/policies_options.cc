@@ -27,8 +27,7 @@ The first table has these columns:
   hits         share of the selection that lay in HBM
   link MB      K and V over the link in a step
   interval     steps between two recalls of a layer
-  ends         the resource that bounds the largest batch (HGCA's contextual copies take as much DRAM as
-               the host KV cache)
+  ends         the resource that bounds the largest batch
 The second table shows the bytes that a step must move in HBM, over the link (up: to the device, down: back)
 and in DRAM, the floor that they set at the rates measured in this run, how close the step came to it, and the
 policy's tokens/s over those of full at its largest batch (x full), beside the ratio of their floors.
@@ -42,6 +41,7 @@ A policy's name may be followed by settings, as in recall:budget=20%, hgca:beta=
 scout:interval=8. These settings exist in this bench alone:
   reduction=N          how a group's query heads share a score: 0 maximum, 1 mean, 2 sum of softmaxes
   average-reduction=N  (hgca) the same for its moving average: 0 or 1
+  following=N          (hgca) tokens selected with the salient one that they follow; the paper has 0
   whole=0              (scout) the GPU attends to the selected blocks alone
   codes=0              (scout) blocks are selected by their digests alone
   drift=0              (scout) queries are predicted from the input of the layer before alone

@@ -9,6 +9,8 @@
 namespace sluice {
 namespace {
 
+uint64_t BitOf(int worker) { return uint64_t{1} << worker; }
+
 class SimWorkerTeam : public WorkerTeam {
  public:
   SimWorkerTeam(SimDeviceState* device, const MailboxOptions& options, Buffer errors, WorkerFn work)
@@ -19,7 +21,7 @@ class SimWorkerTeam : public WorkerTeam {
         work_(std::move(work)),
         channels_(static_cast<size_t>(options.channels)),
         workers_(static_cast<size_t>(options.workers)),
-        servers_(static_cast<size_t>(options.slots), ~0u) {}
+        servers_(static_cast<size_t>(options.slots), ~uint64_t{0}) {}
   // A late worker's share may still be to come.
   ~SimWorkerTeam() override {
     device_->clock->RunUntil([this] { return under_way_ == 0; });
@@ -42,7 +44,7 @@ class SimWorkerTeam : public WorkerTeam {
   bool Hold(int worker) override { return Owes(worker); }
   void LetGo(int /*worker*/) override {}
   bool Owes(int worker) const override { return workers_[static_cast<size_t>(worker)].owes; }
-  void SetServers(int slot, uint32_t workers) override {
+  void SetServers(int slot, uint64_t workers) override {
     servers_[static_cast<size_t>(slot)] = workers;
   }
   MailboxError error(int slot) const override { return static_cast<MailboxError>(errors_[slot]); }
@@ -50,7 +52,7 @@ class SimWorkerTeam : public WorkerTeam {
   int64_t failures(MailboxError error) const override {
     return failures_[static_cast<size_t>(error)];
   }
-  uint32_t gone() const override { return gone_; }
+  uint64_t gone() const override { return gone_; }
 
  private:
   struct Channel {
@@ -69,7 +71,7 @@ class SimWorkerTeam : public WorkerTeam {
     c.gate.open = false;
     c.owed = options_.workers;
     for (int w = 0; w < options_.workers; ++w) {
-      const uint32_t bit = 1u << w;
+      const uint64_t bit = BitOf(w);
       if (device_->Chance(device_->options.leaving_workers)) Leave(bit);
       if ((gone_ & bit) != 0) {
         After(DrawTime(), [this, channel, bit] { Fail(channel, bit, MailboxError::kLeft); });
@@ -94,14 +96,14 @@ class SimWorkerTeam : public WorkerTeam {
     ++workers_[static_cast<size_t>(worker)].late;
     ++failures_[static_cast<size_t>(MailboxError::kDeadline)];
     After(options_.deadline,
-          [this, channel, worker] { Fail(channel, 1u << worker, MailboxError::kDeadline); });
+          [this, channel, worker] { Fail(channel, BitOf(worker), MailboxError::kDeadline); });
     const bool done_before = device_->Chance(0.5);
     if (done_before) {
       After(DrawTime(), [this, channel, worker] { DoShare(channel, worker, true); });
     }
     After(options_.deadline + device_->DrawTime(options_.deadline),
           [this, channel, worker, done_before] {
-            if (!done_before && (gone_ & (1u << worker)) == 0) DoShare(channel, worker, false);
+            if (!done_before && (gone_ & BitOf(worker)) == 0) DoShare(channel, worker, false);
             --workers_[static_cast<size_t>(worker)].late;
           });
   }
@@ -127,7 +129,7 @@ class SimWorkerTeam : public WorkerTeam {
     if (device_->Chance(device_->options.worker_failures))
       status = absl::InternalError("simulated");
     state.owes = false;
-    const uint32_t bit = 1u << worker;
+    const uint64_t bit = BitOf(worker);
     if (absl::IsAborted(status)) {
       Leave(bit);
       SetErrors(bit, MailboxError::kLeft);
@@ -137,12 +139,12 @@ class SimWorkerTeam : public WorkerTeam {
     }
   }
 
-  void Leave(uint32_t worker) {
+  void Leave(uint64_t worker) {
     if ((gone_ & worker) != 0) return;
     gone_ |= worker;
     ++failures_[static_cast<size_t>(MailboxError::kLeft)];
   }
-  void Fail(int channel, uint32_t worker, MailboxError error) {
+  void Fail(int channel, uint64_t worker, MailboxError error) {
     SetErrors(worker, error);
     Answer(channel);
   }
@@ -150,7 +152,7 @@ class SimWorkerTeam : public WorkerTeam {
     Channel& c = channels_[static_cast<size_t>(channel)];
     if (--c.owed == 0) c.gate.Open();
   }
-  void SetErrors(uint32_t workers, MailboxError error) {
+  void SetErrors(uint64_t workers, MailboxError error) {
     for (size_t slot = 0; slot < servers_.size(); ++slot) {
       if ((servers_[slot] & workers) != 0 && errors_[slot] == 0) {
         errors_[slot] = static_cast<uint32_t>(error);
@@ -165,9 +167,9 @@ class SimWorkerTeam : public WorkerTeam {
   const WorkerFn work_;
   std::vector<Channel> channels_;
   std::vector<WorkerState> workers_;
-  std::vector<uint32_t> servers_;          // [slots]
+  std::vector<uint64_t> servers_;          // [slots]
   int64_t failures_[kMailboxErrors] = {};  // by MailboxError
-  uint32_t gone_ = 0;
+  uint64_t gone_ = 0;
   int under_way_ = 0;  // events of this team to come
 };
 

@@ -326,6 +326,69 @@ TEST_CASE("groups are as large as a sequence has KV heads to share, and two wher
   CHECK(groups(1, 64, 8) == 1);
   CHECK(groups(16, 1, 8) == 1);
   CHECK(groups(32, 3, 1) == 3);
+  CHECK(groups(64, 64, 8) == 8);
+}
+
+// Says how many tokens a list holds by formula.
+class Formula : public CoAttention::Source {
+ public:
+  absl::Status Attend(int, const CoAttention::Task&, absl::FunctionRef<bool()>) override {
+    return absl::OkStatus();
+  }
+  void ListTokens(int channel, int slot, int32_t position, int32_t* tokens) const override {
+    for (int head = 0; head < kHeads; ++head) tokens[head] = Of(channel, slot, position, head);
+  }
+  static int32_t Of(int channel, int slot, int32_t position, int head) {
+    return (slot * 7 + channel * 3 + head * 5) % 11 == 0 ? position : position / 20 + head;
+  }
+  static constexpr int kHeads = 8;
+};
+
+TEST_CASE("the workers of a group divide lists by the tokens that a source says, each list once") {
+  SplitMix64 random(TestSeed());
+  Formula source;
+  CoAttention::Options options;
+  options.slots = options.max_rows = 6;
+  options.heads = options.kv_heads = Formula::kHeads;
+  options.head_dim = 16;
+  options.source = &source;
+  for (const int workers : {1, 3, 8, 64}) {
+    options.workers = workers;
+    std::vector<int32_t> slots, positions;
+    for (int32_t slot = 0; slot < options.slots; ++slot) {
+      slots.push_back(slot);
+      positions.push_back(static_cast<int32_t>(1000 + random.Below(60000)));
+    }
+    int32_t rows = options.slots;
+    CoAttentionSide request;
+    request.rows = &rows;
+    request.slots = slots.data();
+    request.positions = positions.data();
+    const uint64_t all = workers == 64 ? ~uint64_t{0} : (uint64_t{1} << workers) - 1;
+    constexpr int kChannel = 3;
+    std::vector<int> taken(static_cast<size_t>(rows * Formula::kHeads));
+    int64_t total = 0, largest_list = 0, largest_share = 0;
+    for (int worker = 0; worker < workers; ++worker) {
+      WorkerShare share(options);
+      share.TakeRows(request, [all](int) { return all; });
+      share.TakeItems(request, kChannel, uint64_t{1} << worker);
+      int64_t mine = 0;
+      for (size_t row = 0; row < share.rows().size(); ++row) {
+        for (int head = 0; head < Formula::kHeads; ++head) {
+          if (!share.Mine(row, head)) continue;
+          ++taken[row * Formula::kHeads + static_cast<size_t>(head)];
+          const int64_t tokens = 16 + Formula::Of(kChannel, slots[row], positions[row], head);
+          mine += tokens;
+          largest_list = std::max(largest_list, tokens);
+        }
+      }
+      total += mine;
+      largest_share = std::max(largest_share, mine);
+    }
+    CHECK(taken == std::vector<int>(taken.size(), 1));
+    // A worker's share is its part of all, give or take half of a list at each end.
+    CHECK(largest_share <= total / workers + largest_list);
+  }
 }
 
 TEST_CASE("on the simulated device every fault leaves the other sequences right, to the bit") {

@@ -137,18 +137,6 @@ TEST_CASE("the longest sequence is the longest that either tier holds") {
   CHECK(t.tier->max_tokens() <= t.dram->capacity_tokens());
 }
 
-TEST_CASE("a home has room behind its sequence for what a policy copies") {
-  Tiers t({0, 2, 0, kBlock});
-  t.options.extra_home_tokens = [](int64_t total) { return total / 2; };
-  t.Create();
-  CHECK(t.tier->FootprintOf(0, 100).dram_tokens == 7 * kBlock + 50);
-  std::unique_ptr<SequenceCache> home = t.Home(90, 100, 3);
-  REQUIRE(t.tier->Admit(0, 90, 100, home));
-  CHECK(t.tier->HomeOf(0).Pages(0, 0).size() == 7 + 4);
-  t.Wait(0);
-  t.tier->Release(0);
-}
-
 TEST_CASE(
     "the offload tiers admit what fits in both, and a home that does not stays with its caller") {
   Tiers t({1, 2, 3, kBlock}, 64 << 10);

@@ -31,6 +31,7 @@ PolicyProfile Profile() {
   for (int i = 0; i < kLayers * kKvHeads * kHeadDim * kRank; ++i) {
     profile.projection.push_back(0.1f * static_cast<float>(i % 77) - 3);
   }
+  profile.hgca = {512, 0.99, kKvHeads, {0.5f, 0, 1, 2, 0.125f, 3}};
   profile.misses.points = {{32768, 0.2, 4, {17, 100.5, 605}}, {131072, 0.1, 20, {0, 1, 2}}};
   profile.misses.rates.device = "cuda";
   profile.misses.rates.transfer = {8, 0.015};
@@ -118,6 +119,28 @@ TEST_CASE("a profile is read as it was written") {
   }
   CHECK(read->rank == kRank);
   CHECK(read->projection == written.projection);
+  CHECK(read->hgca.window_tokens == 512);
+  CHECK(read->hgca.share == 0.99);
+  CHECK(read->hgca.kv_heads == kKvHeads);
+  CHECK(read->hgca.betas == written.hgca.betas);
+}
+
+TEST_CASE("thresholds go to policy hgca, except where it is exact, and fit the model") {
+  Model model;
+  REQUIRE(model.Apply(Profile(), kFingerprint).ok());
+  CHECK(model.options.hgca.betas == Profile().hgca.betas);
+  Model exact;
+  exact.options.hgca.beta = 0;
+  REQUIRE(exact.Apply(Profile(), kFingerprint).ok());
+  CHECK(exact.options.hgca.betas.empty());
+  PolicyProfile other = Profile();
+  other.hgca.betas.resize(4);
+  const absl::Status refused = model.Apply(other, kFingerprint);
+  CHECK(absl::IsFailedPrecondition(refused));
+  CHECK_THAT(std::string(refused.message()), Catch::Contains("betas of 2 layers"));
+  const absl::Status wrong = Changed([](json& root) { root["hgca"]["betas"] = {0.5, -1}; });
+  CHECK(absl::IsInvalidArgument(wrong));
+  CHECK_THAT(std::string(wrong.message()), Catch::Contains("betas"));
 }
 
 TEST_CASE("a profile may have intervals alone, or a projection alone") {

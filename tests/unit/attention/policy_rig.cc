@@ -96,11 +96,11 @@ PolicyOptions PolicyRig::Options() const {
 }
 
 void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
-                      bool compute_last, const SelectionHints& hints) {
+                      int computed, const SelectionHints& hints) {
   auto home = std::make_unique<SequenceCache>(
       dram_.get(), dram_->TryReserve(policy.FootprintOf(context, total).dram_tokens));
   home->EnsureTokens(context);
-  const int handed_over = compute_last ? context - 1 : context;
+  const int handed_over = context - computed;
   for (int layer = 0; layer < shape_.layers; ++layer) {
     for (int token = 0; token < handed_over; ++token) {
       const Vectors vectors = make_(seed, layer, token);
@@ -122,7 +122,7 @@ void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int cont
   policy.WarmEvent(slot).Wait();
   REQUIRE(policy.Warm(slot));
   sequences_[slot] = {seed, handed_over};
-  if (compute_last) Step(policy, {slot}, /*generates=*/false);
+  for (int i = 0; i < computed; ++i) Step(policy, {slot}, /*generates=*/false);
   if (policy.NeedsEndPrompt()) {
     policy.EndPrompt(slot, context, hints);
     policy.WarmEvent(slot).Wait();

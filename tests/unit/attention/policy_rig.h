@@ -49,10 +49,10 @@ class PolicyRig {
   PolicyOptions Options() const;
 
   // Hands over the first `context` tokens of stream `seed`; the slot is warm on return.
-  // `compute_last`: hands over all but the last token, which is computed as a row of the prompt.
+  // Hands over all but the last `computed` tokens, which are computed as rows of the prompt.
   // `hints` are sent with them.
   void Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
-             bool compute_last = false, const SelectionHints& hints = {});
+             int computed = 0, const SelectionHints& hints = {});
   void Release(AttentionPolicy& policy, int slot);
   // Returns the next position of a slot.
   int position(int slot) const { return sequences_.at(slot).length; }

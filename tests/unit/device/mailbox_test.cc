@@ -281,9 +281,46 @@ void ShutDownInARound(Device& device) {
 SLUICE_TEST_ON_EVERY_DEVICE("streams come to their end when the workers have gone",
                             ShutDownInARound)
 
+// Workers 31 to 63 need the second half of a set.
+void ManyWorkers(Device& device) {
+  constexpr int kWorkers = Mailbox::kMaxWorkers, kRounds = 20;
+  Exchange e(device,
+             {.channels = 2, .workers = kWorkers, .slots = 3, .deadline = absl::Seconds(60)});
+  const int served_by[] = {0, 32, 63};
+  for (int slot = 0; slot < 3; ++slot) {
+    e.mailbox().SetServers(slot, uint64_t{1} << served_by[slot]);
+  }
+  const Papers papers(e, 2);
+  std::atomic<bool> dies{false};
+  MailboxTeam team(&e.mailbox(), [&](int w, int c) {
+    if (w == 63 && dies.load()) return absl::AbortedError("a worker that dies");
+    return papers.Answer(w, c);
+  });
+  for (int i = 0; i < kRounds; ++i) {
+    dies = i == kRounds / 2;
+    for (int c = 0; c < 2; ++c) {
+      papers.questions[c] = static_cast<uint64_t>(100 * i + c);
+      e.mailbox().Raise(e.stream(), c);
+    }
+    for (int c = 0; c < 2; ++c) e.mailbox().Await(e.stream(), c);
+    e.Finish();
+    const int present = i < kRounds / 2 ? kWorkers : kWorkers - 1;
+    for (int c = 0; c < 2; ++c) {
+      for (int w = 0; w < present; ++w) {
+        REQUIRE(papers.answers[c * kWorkers + w] == AnswerTo(papers.questions[c], w));
+      }
+    }
+  }
+  CHECK(e.mailbox().error(0) == MailboxError::kNone);
+  CHECK(e.mailbox().error(1) == MailboxError::kNone);
+  CHECK(e.mailbox().error(2) == MailboxError::kLeft);
+  CHECK(e.mailbox().gone() == uint64_t{1} << 63);
+}
+SLUICE_TEST_ON_EVERY_DEVICE("sixty-four workers answer, and the last of them may die", ManyWorkers)
+
 TEST_CASE("mailbox options out of range are refused by name") {
-  CHECK(Mailbox::CheckOptions({.workers = 33}).message() ==
-        "mailbox: 33 workers; it takes 1 to 32");
+  CHECK(Mailbox::CheckOptions({.workers = 65}).message() ==
+        "mailbox: 65 workers; it takes 1 to 64");
   CHECK_FALSE(Mailbox::CheckOptions({.workers = 0}).ok());
   CHECK_FALSE(Mailbox::CheckOptions({.channels = 0}).ok());
   CHECK_FALSE(Mailbox::CheckOptions({.slots = 0}).ok());

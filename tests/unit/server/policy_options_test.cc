@@ -72,7 +72,7 @@ TEST_CASE("CPU workers compute on the path that the node was given") {
 
 TEST_CASE("more workers than a mailbox takes are refused by name") {
   Config config = DefaultConfig();
-  config.set_policy_workers(33);
+  config.set_policy_workers(65);
   const absl::Status status = PolicyOptionsOf(config, "", CacheLayout()).status();
   CHECK(status.code() == absl::StatusCode::kInvalidArgument);
   CHECK_THAT(std::string(status.message()), Catch::Contains("policy_workers"));

@@ -1,6 +1,7 @@
 #include "src/attention/policies/hgca/contextual_cache.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -26,51 +27,46 @@ absl::StatusOr<std::unique_ptr<ContextualCache>> ContextualCache::Create(const O
   SLUICE_ASSIGN_OR_RETURN(Buffer averages,
                           options.device->Allocate(MemoryKind::kPinned, static_cast<size_t>(bytes),
                                                    "the averages of evicted blocks"));
-  const int64_t queries = int64_t{options.layout.layers} * options.slots * options.heads *
-                          (kind.part_bytes[0] / SizeOf(kind.element_type)) *
-                          static_cast<int64_t>(sizeof(float));
-  SLUICE_ASSIGN_OR_RETURN(
-      Buffer appended, options.device->Allocate(MemoryKind::kPinned, static_cast<size_t>(queries),
-                                                "the last queries of prompts"));
-  return std::unique_ptr<ContextualCache>(
-      new ContextualCache(options, std::move(averages), std::move(appended)));
+  return std::unique_ptr<ContextualCache>(new ContextualCache(options, std::move(averages)));
 }
 
-ContextualCache::ContextualCache(const Options& options, Buffer averages, Buffer appended)
+ContextualCache::ContextualCache(const Options& options, Buffer averages)
     : options_(options),
       kind_(options.layout.kinds[0]),
       layers_(options.layout.layers),
       group_(options.heads / kind_.heads),
       head_dim_(static_cast<int>(kind_.part_bytes[0] / SizeOf(kind_.element_type))),
-      most_blocks_(kind_.BlocksFor(options.max_context) +
-                   kind_.BlocksFor(ExtraTokens(options.window, options.max_context))),
+      most_blocks_(kind_.BlocksFor(options.max_context)),
+      block_words_((kind_.block_tokens + kWordTokens - 1) / kWordTokens),
+      words_((most_blocks_ * block_words_ + 3) / 4 * 4),
       averages_(std::move(averages)),
-      appended_(std::move(appended)),
       pages_(std::make_unique<int32_t[]>(static_cast<size_t>(options.slots) *
                                          static_cast<size_t>(layers_) *
                                          static_cast<size_t>(most_blocks_))),
+      bits_(std::make_unique_for_overwrite<uint16_t[]>(EntryIndex(options.slots, 0, 0) *
+                                                       static_cast<size_t>(words_))),
+      snapshots_(
+          std::make_unique<std::atomic<int32_t>[]>(EntryIndex(options.slots, 0, 0) * kSnapshots)),
       entries_(EntryIndex(options.slots, 0, 0)),
       slots_(static_cast<size_t>(options.slots)),
       scratch_(static_cast<size_t>(options.workers) + 1) {
+  SLUICE_CHECK(options.betas.empty() ||
+               std::ssize(options.betas) == int64_t{layers_} * kind_.heads);
   const auto heads = static_cast<size_t>(options.heads), group = static_cast<size_t>(group_);
   const auto dim = static_cast<size_t>(head_dim_);
   for (Scratch& scratch : scratch_) {
-    scratch.counts.resize(static_cast<size_t>(kind_.heads));
-    scratch.only.resize(static_cast<size_t>(kind_.heads));
-    scratch.o.resize(heads * dim);
-    scratch.lse.resize(heads);
-    scratch.parts.resize(2 * group * dim);
-    scratch.parts_lse.resize(2 * group);
+    scratch.list.resize(static_cast<size_t>(most_blocks_ * kind_.block_tokens));
+    scratch.o.resize(group * dim);
+    scratch.lse.resize(kMostJudgingRows * group);
     scratch.weights.resize(static_cast<size_t>(ChunkBlocks() * kind_.block_tokens));
     scratch.tallies = std::vector<Tally>(static_cast<size_t>(layers_));
   }
   const size_t rows = slots_.size() * static_cast<size_t>(layers_) * heads;
   row_queries_.resize(rows * dim);
   row_lse_.resize(rows);
-}
-
-int64_t ContextualCache::ExtraTokens(const HgcaWindow& window, int64_t total) {
-  return window.BlocksOutside(std::max<int64_t>(total - 1, 0)) * window.block_tokens;
+  for (Slot& slot : slots_) {
+    for (std::atomic<int32_t>& from : slot.from) from.store(kNever, std::memory_order_relaxed);
+  }
 }
 
 void ContextualCache::Claim(Entry& entry) {
@@ -78,20 +74,23 @@ void ContextualCache::Claim(Entry& entry) {
 }
 
 void ContextualCache::Forget(int slot) {
-  slots_[static_cast<size_t>(slot)].evicted.store(0, std::memory_order_relaxed);
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  s.evicted.store(0, std::memory_order_relaxed);
+  s.outside = -1;
+  for (std::atomic<int32_t>& from : s.from) from.store(kNever, std::memory_order_relaxed);
   for (int layer = 0; layer < layers_; ++layer) {
     for (int head = 0; head < kind_.heads; ++head) {
       Entry& entry = EntryOf(slot, layer, head);
       Claim(entry);
       entry.judged.store(-1, std::memory_order_relaxed);
       entry.evaluated_at.store(-1, std::memory_order_relaxed);
-      for (std::atomic<int32_t>& count : entry.counts) count.store(0, std::memory_order_relaxed);
+      entry.count.store(0, std::memory_order_relaxed);
       entry.busy.store(false, std::memory_order_release);
     }
   }
 }
 
-void ContextualCache::Join(int slot, const SequenceCache& home, int64_t first_block) {
+void ContextualCache::Join(int slot, const SequenceCache& home) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   SLUICE_CHECK(s.sequence.load(std::memory_order_relaxed) == 0, "a slot has one sequence");
   SLUICE_CHECK(home.pool()->base(0) == options_.arena);
@@ -100,7 +99,6 @@ void ContextualCache::Join(int slot, const SequenceCache& home, int64_t first_bl
     std::copy_n(pages.begin(), std::min<int64_t>(std::ssize(pages), most_blocks_),
                 PagesOf(slot, layer));
   }
-  s.first_block.store(first_block, std::memory_order_relaxed);
   s.sequence.store(++sequences_, std::memory_order_release);
 }
 
@@ -133,46 +131,89 @@ void ContextualCache::Wake() {
   work_.notify_one();
 }
 
-uint8_t* ContextualCache::BlockAt(int slot, int layer, int head, int64_t block) const {
-  return options_.arena + PagesOf(slot, layer)[block] * kind_.page_bytes() +
-         head * kind_.block_bytes();
+// A snapshot is made for a sequence's first row, for each row until every list has been selected
+// once, and whenever a block has left: a list is not selected otherwise.
+void ContextualCache::Announce(int slot, int32_t position) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  const int64_t outside = options_.window.BlocksOutside(position);
+  if (s.outside == outside && s.complete) return;
+  const int snapshot = s.next_snapshot;
+  s.next_snapshot = (snapshot + 1) % kSnapshots;
+  s.outside = outside;
+  s.complete = true;
+  std::atomic<int32_t>& from = s.from[static_cast<size_t>(snapshot)];
+  from.store(kNever, std::memory_order_release);
+  for (int layer = options_.first_layer; layer < layers_; ++layer) {
+    for (int head = 0; head < kind_.heads; ++head) {
+      const Entry& entry = EntryOf(slot, layer, head);
+      const int64_t judged = entry.judged.load(std::memory_order_acquire);
+      int64_t tokens = outside * kind_.block_tokens;
+      if (judged >= 0) {
+        tokens -= std::min(judged, outside) * kind_.block_tokens;
+        tokens += entry.count.load(std::memory_order_relaxed);
+      } else {
+        s.complete = outside == 0 && s.complete;
+      }
+      SnapshotOf(slot, snapshot, layer, head)
+          .store(static_cast<int32_t>(tokens), std::memory_order_relaxed);
+    }
+  }
+  from.store(position, std::memory_order_release);
 }
 
-kernels::PagedCache ContextualCache::View(const int32_t* pages) const {
+void ContextualCache::ListTokens(int channel, int slot, int32_t position, int32_t* tokens) const {
+  const Slot& s = slots_[static_cast<size_t>(slot)];
+  int newest = -1;
+  int32_t newest_from = -1;
+  for (int i = 0; i < kSnapshots; ++i) {
+    const int32_t from = s.from[static_cast<size_t>(i)].load(std::memory_order_acquire);
+    if (from > position || from <= newest_from) continue;
+    newest = i;
+    newest_from = from;
+  }
+  for (int head = 0; head < kind_.heads; ++head) {
+    tokens[head] =
+        newest < 0
+            ? static_cast<int32_t>(options_.window.BlocksOutside(position) * kind_.block_tokens)
+            : SnapshotOf(slot, newest, channel, head).load(std::memory_order_relaxed);
+  }
+}
+
+kernels::PagedCache ContextualCache::View(const int32_t* pages, int head) const {
   kernels::PagedCache cache;
-  cache.base = options_.arena;
+  cache.base = options_.arena + head * kind_.block_bytes();
   cache.block_table = pages;
   cache.table_stride = 0;  // one sequence, in slot 0
   cache.page_bytes = kind_.page_bytes();
   cache.block_tokens = kind_.block_tokens;
-  cache.kv_heads = kind_.heads;
+  cache.kv_heads = 1;
   cache.head_dim = head_dim_;
   cache.type = kind_.element_type;
   return cache;
 }
 
-bool ContextualCache::AttendTo(const int32_t* pages, int64_t blocks, const CoAttention::Task& task,
-                               absl::FunctionRef<bool()> owes, Scratch& scratch, float* o,
+void ContextualCache::AttendTo(int slot, int layer, int head, int32_t position, const float* q,
+                               float scale, const int32_t* list, int64_t count, float* o,
                                float* lse) const {
-  if (!owes()) return false;
+  const auto tokens = static_cast<int32_t>(count);
   kernels::SparseAttentionParams params{};
-  params.q = task.q;
-  params.q_stride = int64_t{options_.heads} * head_dim_;
+  params.q = q;
+  params.q_stride = int64_t{group_} * head_dim_;
   params.slots = &kSlotZero_;
-  params.positions = &task.position;
-  params.cache = View(pages);
-  params.counts = scratch.counts.data();
+  params.positions = &position;
+  params.cache = View(PagesOf(slot, layer), head);
+  params.units = list;
+  params.counts = &tokens;
   params.o = o;
   params.lse = lse;
-  params.capacity = static_cast<int32_t>(blocks * kind_.block_tokens);
+  params.capacity = tokens;
   params.unit_tokens = 1;
   params.rows = 1;
-  params.heads = options_.heads;
-  params.kv_head_begin = task.head_begin;
-  params.kv_head_end = task.head_end;
-  params.scale = task.scale;
+  params.heads = group_;
+  params.kv_head_begin = 0;
+  params.kv_head_end = 1;
+  params.scale = scale;
   options_.kernels->sparse_attention(params, kAlone);
-  return true;
 }
 
 // Algorithm 2, lines 4 and 12: attention of the CPU with the row's own query.
@@ -182,7 +223,6 @@ absl::Status ContextualCache::Attend(int worker, const CoAttention::Task& task,
   const int slot = task.slot, layer = task.channel;
   const Slot& s = slots_[static_cast<size_t>(slot)];
   const uint64_t sequence = s.sequence.load(std::memory_order_acquire);
-  const int64_t first_block = s.first_block.load(std::memory_order_relaxed);
   const int64_t evaluated_at =
       EntryOf(slot, layer, task.head_begin).evaluated_at.load(std::memory_order_acquire);
   const int64_t outside = options_.window.BlocksOutside(task.position);
@@ -194,64 +234,36 @@ absl::Status ContextualCache::Attend(int worker, const CoAttention::Task& task,
   const bool evaluates = evaluated_at < 0;
   const int64_t judged =
       evaluates ? 0 : std::max(options_.window.BlocksOutside(evaluated_at), outside - 1);
-  const bool pending = !evaluates && outside > judged;
-  int64_t longest = 0;
+  const int64_t tokens = outside * kind_.block_tokens;
   Counters counters;
   for (int head = task.head_begin; head < task.head_end; ++head) {
-    int64_t count = 0;
-    if (evaluates) {
-      count = outside * kind_.block_tokens;
-    } else if (judged > 0) {
+    const int32_t* list = nullptr;  // every token
+    int64_t count = tokens;
+    if (judged > 0) {
       SLUICE_RETURN_IF_ERROR(Settle(slot, layer, head, sequence, judged, scratch));
-      count = EntryOf(slot, layer, head)
-                  .counts[static_cast<size_t>(judged & 1)]
-                  .load(std::memory_order_acquire);
+      const int64_t selected = List(slot, layer, head, judged, scratch.list.data());
+      // A list of all tokens is none: rows in their order are read faster.
+      if (selected < judged * kind_.block_tokens) {
+        list = scratch.list.data();
+        count = selected;
+        for (int64_t t = judged * kind_.block_tokens; t < tokens; ++t) {
+          scratch.list[static_cast<size_t>(count++)] = static_cast<int32_t>(t);
+        }
+      }
     }
-    scratch.counts[static_cast<size_t>(head)] = static_cast<int32_t>(count);
-    longest = std::max(longest, count);
+    if (!owes()) return absl::OkStatus();
+    const int64_t query = int64_t{head} * group_;
+    AttendTo(slot, layer, head, task.position, task.q + query * head_dim_, task.scale, list, count,
+             task.o + query * head_dim_, task.lse + query);
     counters.rows += head == 0 ? 1 : 0;
-    counters.cpu_tokens += count + (pending ? kind_.block_tokens : 0);
-    counters.outside_tokens += outside * kind_.block_tokens;
-    counters.window_tokens += task.position + 1 - outside * kind_.block_tokens;
-  }
-  const int32_t* const home = PagesOf(slot, layer);
-  if (!AttendTo(home + (evaluates ? 0 : first_block), kind_.BlocksFor(longest), task, owes, scratch,
-                task.o, task.lse)) {
-    return absl::OkStatus();
+    counters.cpu_tokens += count;
+    counters.outside_tokens += tokens;
+    counters.window_tokens += task.position + 1 - tokens;
+    if (!owes()) return absl::OkStatus();
   }
   if (evaluates) KeepRow(task, sequence);
-  if (pending) {
-    std::fill(scratch.counts.begin(), scratch.counts.end(), kind_.block_tokens);
-    if (!AttendTo(home + outside - 1, 1, task, owes, scratch, scratch.o.data(),
-                  scratch.lse.data())) {
-      return absl::OkStatus();
-    }
-    MergeInto(task, scratch);
-  }
   scratch.tallies[static_cast<size_t>(layer)].Add(counters);
   return absl::OkStatus();
-}
-
-void ContextualCache::MergeInto(const CoAttention::Task& task, Scratch& scratch) const {
-  const int64_t width = int64_t{group_} * head_dim_;
-  for (int head = task.head_begin; head < task.head_end; ++head) {
-    const int64_t o = head * width, lse = int64_t{head} * group_;
-    std::copy_n(task.o + o, width, scratch.parts.data());
-    std::copy_n(scratch.o.data() + o, width, scratch.parts.data() + width);
-    std::copy_n(task.lse + lse, group_, scratch.parts_lse.data());
-    std::copy_n(scratch.lse.data() + lse, group_, scratch.parts_lse.data() + group_);
-    kernels::MergeParams merge{};
-    merge.o = scratch.parts.data();
-    merge.lse = scratch.parts_lse.data();
-    merge.out = task.o + o;
-    merge.out_lse = task.lse + lse;
-    merge.parts = 2;
-    merge.rows = 1;
-    merge.heads = group_;
-    merge.head_dim = head_dim_;
-    merge.out_type = kernels::DType::kFloat32;
-    options_.kernels->merge(merge, kAlone);
-  }
 }
 
 absl::Status ContextualCache::Settle(int slot, int layer, int head, uint64_t sequence,
@@ -301,35 +313,55 @@ void ContextualCache::SelectBlock(int slot, int layer, int head, int64_t block) 
   const int64_t old = std::clamp<int64_t>(evaluated_at - first, 0, kind_.block_tokens);
   const float correction = StartCorrection(options_.alpha, first + window.tokens() - evaluated_at);
   for (int64_t t = 0; t < old; ++t) averages[t] *= correction;
-  const int64_t judged =
-      entry.counts[static_cast<size_t>(block & 1)].load(std::memory_order_relaxed);
-  const int64_t count =
-      CopySalient(slot, layer, head, first, averages, kind_.block_tokens, window.tokens(), judged);
-  entry.counts[static_cast<size_t>((block + 1) & 1)].store(static_cast<int32_t>(count),
-                                                           std::memory_order_release);
+  const int32_t selected =
+      Mark(slot, layer, head, first, averages, kind_.block_tokens, window.tokens());
+  entry.count.store(entry.count.load(std::memory_order_relaxed) + selected,
+                    std::memory_order_relaxed);
   entry.judged.store(block + 1, std::memory_order_release);
 }
 
-int64_t ContextualCache::CopySalient(int slot, int layer, int head, int64_t first,
-                                     const float* weights, int64_t tokens, int64_t size,
-                                     int64_t count) const {
-  const int64_t row_bytes = kind_.part_bytes[0];
-  const int64_t part_bytes = row_bytes * kind_.block_tokens;
-  const int64_t first_block =
-      slots_[static_cast<size_t>(slot)].first_block.load(std::memory_order_relaxed);
-  const auto at = [&](int64_t from_block, int64_t token) {
-    return BlockAt(slot, layer, head, from_block + token / kind_.block_tokens) +
-           token % kind_.block_tokens * row_bytes;
-  };
-  for (int64_t t = 0; t < tokens; ++t) {
-    if (!IsSalient(weights[t], options_.beta, size)) continue;
-    const uint8_t* const source = at(0, first + t);
-    uint8_t* const target = at(first_block, count);
-    for (int64_t part = 0; part < 2; ++part) {
-      std::memcpy(target + part * part_bytes, source + part * part_bytes,
-                  static_cast<size_t>(row_bytes));
+int32_t ContextualCache::Mark(int slot, int layer, int head, int64_t first, const float* weights,
+                              int64_t tokens, int64_t size) const {
+  const float beta = BetaOf(layer, head);
+  const int64_t block_tokens = kind_.block_tokens;
+  uint16_t* bits = BitsOf(slot, layer, head) + first / block_tokens * block_words_;
+  int32_t count = 0;
+  for (int64_t block = 0; block < tokens; block += block_tokens) {
+    int follows = 0;  // tokens from here on that are selected
+    for (int64_t word = 0; word < block_tokens; word += kWordTokens) {
+      const int64_t end = std::min<int64_t>(kWordTokens, block_tokens - word);
+      uint32_t set = 0;
+      for (int64_t t = 0; t < end; ++t, --follows) {
+        if (IsSalient(weights[block + word + t], beta, size)) follows = options_.following + 1;
+        set |= static_cast<uint32_t>(follows > 0) << t;
+      }
+      *bits++ = static_cast<uint16_t>(set);
+      count += std::popcount(set);
     }
-    ++count;
+  }
+  return count;
+}
+
+int64_t ContextualCache::List(int slot, int layer, int head, int64_t blocks, int32_t* list) const {
+  const uint16_t* const bits = BitsOf(slot, layer, head);
+  const int64_t words = blocks * block_words_;
+  int64_t count = 0;
+  const auto append = [&](uint64_t set, int64_t first) {
+    for (; set != 0; set &= set - 1) {
+      list[count++] = static_cast<int32_t>(first + std::countr_zero(set));
+    }
+  };
+  int64_t word = 0;
+  if (kind_.block_tokens % kWordTokens == 0) {  // no word has unused bits
+    for (; word + 4 <= words; word += 4) {
+      uint64_t set;
+      std::memcpy(&set, bits + word, sizeof(set));
+      append(set, word * kWordTokens);
+    }
+  }
+  for (; word < words; ++word) {
+    append(bits[word],
+           word / block_words_ * kind_.block_tokens + word % block_words_ * kWordTokens);
   }
   return count;
 }
@@ -368,9 +400,7 @@ bool ContextualCache::SelectAhead() {
 }
 
 int64_t ContextualCache::SelectedTokens(int slot, int layer, int head) const {
-  const Entry& entry = EntryOf(slot, layer, head);
-  const int64_t judged = entry.judged.load(std::memory_order_acquire);
-  return judged < 0 ? 0 : entry.counts[static_cast<size_t>(judged & 1)].load();
+  return EntryOf(slot, layer, head).count.load(std::memory_order_acquire);
 }
 
 int64_t ContextualCache::JudgedTokens(int slot, int layer, int head) const {
@@ -378,11 +408,11 @@ int64_t ContextualCache::JudgedTokens(int slot, int layer, int head) const {
   return std::max<int64_t>(judged, 0) * kind_.block_tokens;
 }
 
-const uint8_t* ContextualCache::SelectedKey(int slot, int layer, int head, int64_t index) const {
-  const int64_t first_block =
-      slots_[static_cast<size_t>(slot)].first_block.load(std::memory_order_relaxed);
-  return BlockAt(slot, layer, head, first_block + index / kind_.block_tokens) +
-         index % kind_.block_tokens * (kind_.part_bytes[0]);
+std::vector<int32_t> ContextualCache::Selected(int slot, int layer, int head) const {
+  std::vector<int32_t> list(static_cast<size_t>(JudgedTokens(slot, layer, head)));
+  list.resize(static_cast<size_t>(
+      List(slot, layer, head, std::ssize(list) / kind_.block_tokens, list.data())));
+  return list;
 }
 
 ContextualCache::Counters& ContextualCache::Counters::operator+=(const Counters& other) {

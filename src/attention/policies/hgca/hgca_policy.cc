@@ -61,7 +61,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
         window_(window),
         max_rows_(max_decode_rows()),
         workspace_(std::move(workspace)),
-        slots_(static_cast<size_t>(options.slots)),
+        decodes_(static_cast<size_t>(options.slots)),
         queries_(std::move(queries)),
         cache_(std::move(cache)),
         thread_(options.hgca.selection_thread && HasThreads(*options.device)
@@ -82,12 +82,6 @@ class HgcaPolicyImpl : public HgcaPolicy {
   const ContextualCache& contextual_cache() const override { return *cache_; }
   const float* parts_lse(int layer) const override { return LseOf(layer); }
 
-  bool Admit(int slot, int64_t context, int64_t total, Promise promise,
-             std::unique_ptr<SequenceCache>& home) override {
-    slots_[static_cast<size_t>(slot)].total = total;
-    return HgcaPolicy::Admit(slot, context, total, promise, home);
-  }
-
   // one row, because it reads the whole cache
   int last_rows_wanted(int64_t /*total*/) const override {
     return options().recompute_last == PolicyOptions::RecomputeLast::kOn ? 1 : 0;
@@ -96,7 +90,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
     HgcaPolicy::EndPrompt(slot, tokens, std::move(hints));
     if (queries_->Knows(slot, tokens)) {
-      cache_->Evaluate(slot, static_cast<int32_t>(tokens), queries_->scale(),
+      cache_->Evaluate(slot, static_cast<int32_t>(tokens), queries_->Rows(slot),
                        &tier().WarmEvent(slot));
     }
     queries_->PromptEnded(slot);
@@ -142,31 +136,20 @@ class HgcaPolicyImpl : public HgcaPolicy {
     const int sparse = kv_layout().layers - tier().options().dense_layers;
     return std::vector<std::vector<int32_t>>(static_cast<size_t>(sparse * kv().heads));
   }
-  void BuildArrays(Stream& stream, int slot, int64_t tokens,
+  void BuildArrays(Stream& /*stream*/, int slot, int64_t /*tokens*/,
                    const OffloadTier::BulkRow& /*row*/) override {
-    slots_[static_cast<size_t>(slot)].decodes = true;
+    decodes_[static_cast<size_t>(slot)] = true;
     cache_->Append(slot);
-    if (!queries_->Knows(slot, tokens)) return;
-    const int64_t row = int64_t{options().heads} * tier().Home(0).head_dim;
-    for (int layer = tier().options().dense_layers; layer < kv_layout().layers; ++layer) {
-      stream.Copy(cache_->AppendedQueries(slot) + layer * options().slots * row,
-                  queries_->Of(layer, slot), static_cast<size_t>(row) * sizeof(float));
-    }
   }
   void Joined(int slot) override {
-    Slot& s = slots_[static_cast<size_t>(slot)];
-    s.decodes = false;
+    decodes_[static_cast<size_t>(slot)] = false;
     queries_->Joined(slot);
-    cache_->Join(slot, tier().HomeOf(slot), kv().BlocksFor(s.total));
+    cache_->Join(slot, tier().HomeOf(slot));
     co_attention_->Join(slot);
   }
   void Left(int slot) override { cache_->Leave(slot); }
 
  private:
-  struct Slot {
-    int64_t total = 0;
-    bool decodes = false;  // its working set is complete or on its way
-  };
   // The event that a slot's selection after an append is there, for a step that waits for it.
   class EvaluatedEvent : public Event {
    public:
@@ -187,7 +170,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   const HgcaWindow window_;
   const int max_rows_;
   const Workspace workspace_;
-  std::vector<Slot> slots_;
+  std::vector<bool> decodes_;  // by slot: its working set is complete or on its way
   std::array<EvictionBatch, kBatches> batches_;  // used in turn
   size_t next_batch_ = 0;
   const std::unique_ptr<PromptQueries> queries_;
@@ -202,10 +185,16 @@ void HgcaPolicyImpl::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
   HgcaPolicy::BeginStep(stream, slots, positions);
   queries_->BeginStep(slots, positions);
   const int64_t block_tokens = window_.block_tokens;
-  const auto evicts = [&](size_t row) {
-    return slots[row] >= 0 && slots_[static_cast<size_t>(slots[row])].decodes &&
-           positions[row] % block_tokens == 0 && window_.BlocksOutside(positions[row]) > 0;
+  const auto decodes = [&](size_t row) {
+    return slots[row] >= 0 && decodes_[static_cast<size_t>(slots[row])];
   };
+  const auto evicts = [&](size_t row) {
+    return decodes(row) && positions[row] % block_tokens == 0 &&
+           window_.BlocksOutside(positions[row]) > 0;
+  };
+  for (size_t r = 0; r < slots.size(); ++r) {
+    if (decodes(r)) cache_->Announce(slots[r], positions[r]);
+  }
   size_t row = 0;
   while (row < slots.size() && !evicts(row)) ++row;
   if (row == slots.size()) return;
@@ -350,6 +339,13 @@ absl::StatusOr<HgcaWindow> WindowOf(const PolicyOptions& options) {
   if (!(hgca.beta >= 0 && hgca.beta < std::numeric_limits<float>::infinity())) {
     return expected("hgca beta", "0 or more", hgca.beta);
   }
+  const int64_t lists =
+      int64_t{options.hbm->layout().layers} * options.hbm->layout().kinds[0].heads;
+  if (!hgca.betas.empty() && std::ssize(hgca.betas) != lists) {
+    return expected("hgca betas", absl::StrCat("one for each of ", lists, " layers and KV heads"),
+                    hgca.betas.size());
+  }
+  if (hgca.following < 0) return expected("hgca following", "0 or more", hgca.following);
   if (!(hgca.alpha > 0 && hgca.alpha <= 1)) {
     return expected("hgca alpha", "above 0, at most 1", hgca.alpha);
   }
@@ -361,7 +357,8 @@ absl::StatusOr<HgcaWindow> WindowOf(const PolicyOptions& options) {
 }
 
 absl::StatusOr<std::unique_ptr<ContextualCache>> NewCache(const PolicyOptions& options,
-                                                          const HgcaWindow& window) {
+                                                          const HgcaWindow& window,
+                                                          const PromptQueries* queries) {
   ContextualCache::Options o;
   o.device = options.device;
   o.kernels = HostKernels(options);
@@ -373,7 +370,10 @@ absl::StatusOr<std::unique_ptr<ContextualCache>> NewCache(const PolicyOptions& o
   o.first_layer = std::min(options.dense_layers, options.hbm->layout().layers);
   o.arena = options.dram->base(0);
   o.window = window;
+  o.queries = queries;
   o.beta = options.hgca.beta;
+  o.betas = options.hgca.betas;
+  o.following = options.hgca.following;
   o.alpha = options.hgca.alpha;
   o.reduction = options.hgca.reduction;
   o.patience = options.worker_deadline;
@@ -393,9 +393,6 @@ absl::StatusOr<std::unique_ptr<OffloadTier>> NewTier(const PolicyOptions& option
   o.recall_blocks = 0;
   o.unit_tokens = static_cast<int>(window.block_tokens);
   o.arrays = {{"averages of attention weights", 0, 1, kernels::DType::kFloat32}};
-  o.extra_home_tokens = [window](int64_t total) {
-    return ContextualCache::ExtraTokens(window, total);
-  };
   return OffloadTier::Create(o);
 }
 
@@ -439,10 +436,13 @@ absl::StatusOr<std::unique_ptr<HgcaPolicy>> HgcaPolicyImpl::Create(const PolicyO
   SLUICE_ASSIGN_OR_RETURN(const HgcaWindow window, WindowOf(options));
   const CacheLayout& layout = options.hbm->layout();
   const int max_rows = MaxDecodeRows(options);
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PromptQueries> queries,
-                          PromptQueries::Create({options.device, layout.layers, options.slots,
-                                                 options.heads, HeadDim(layout.kinds[0])}));
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<ContextualCache> cache, NewCache(options, window));
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<PromptQueries> queries,
+      PromptQueries::Create({options.device, layout.layers, options.slots, options.heads,
+                             HeadDim(layout.kinds[0]), ContextualCache::kMostJudgingRows,
+                             MemoryKind::kPinned}));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<ContextualCache> cache,
+                          NewCache(options, window, queries.get()));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, NewTier(options, window));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
   SLUICE_ASSIGN_OR_RETURN(Workspace workspace, NewWorkspace(options, window, max_rows));

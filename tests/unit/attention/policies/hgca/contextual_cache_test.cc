@@ -2,7 +2,6 @@
 
 #include <catch2/catch.hpp>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <map>
 #include <optional>
@@ -37,7 +36,7 @@ struct Partial {
 class Bench {
  public:
   explicit Bench(float beta, kernels::GroupReduction reduction = kernels::GroupReduction::kMax,
-                 const char* kernels = "reference") {
+                 const char* kernels = "reference", std::vector<float> betas = {}) {
     CacheKind kv;
     kv.name = "kv";
     kv.element_type = kernels::DType::kFloat32;
@@ -58,6 +57,7 @@ class Bench {
     options_.arena = dram_->base(0);
     options_.window = {kBlock, kWindowBlocks};
     options_.beta = beta;
+    options_.betas = std::move(betas);
     options_.alpha = 0.3f;
     options_.patience = absl::Seconds(60);  // so that a busy machine is no fault
     options_.reduction = reduction;
@@ -69,8 +69,7 @@ class Bench {
   // past a row's position are never outside its window.
   void Join(int slot, int64_t total, uint64_t seed) {
     SplitMix64 random(seed);
-    const int64_t tokens = (total + kBlock - 1) / kBlock * kBlock +
-                           ContextualCache::ExtraTokens(options_.window, total);
+    const int64_t tokens = (total + kBlock - 1) / kBlock * kBlock;
     auto home = std::make_unique<SequenceCache>(dram_.get(), dram_->TryReserve(tokens));
     home->EnsureTokens(tokens);
     for (int layer = 0; layer < kLayers; ++layer) {
@@ -86,7 +85,7 @@ class Bench {
       }
     }
     homes_[slot] = std::move(home);
-    cache_->Join(slot, *homes_[slot], (total + kBlock - 1) / kBlock);
+    cache_->Join(slot, *homes_[slot]);
     cache_->Append(slot);
     first_[slot] = -1;
   }
@@ -175,7 +174,7 @@ class Bench {
       if (!evaluates) continue;
       set.clear();
       for (const auto& [t, weight] : reduced) {
-        if (Salient(weight, outside * kBlock)) set.insert(t);
+        if (Salient(layer, head, weight, outside * kBlock)) set.insert(t);
       }
       judged_[{slot, layer, head}] = outside;
     }
@@ -197,7 +196,7 @@ class Bench {
       }
     }
   }
-  // Checks that the selected rows are those of the model, copied one after the other.
+  // Checks that the selected tokens are those of the model.
   void CheckSelected(int slot) {
     for (int layer = 0; layer < kLayers; ++layer) {
       for (int head = 0; head < kKvHeads; ++head) {
@@ -207,14 +206,9 @@ class Bench {
         }
         const std::set<int64_t>& set = selected_[{slot, layer, head}];
         REQUIRE(cache_->SelectedTokens(slot, layer, head) == static_cast<int64_t>(set.size()));
-        int64_t index = 0;
-        for (const int64_t t : set) {
-          const auto* key =
-              reinterpret_cast<const float*>(cache_->SelectedKey(slot, layer, head, index++));
-          REQUIRE(std::memcmp(key, Key(slot, layer, head, t), kDim * 4) == 0);
-          REQUIRE(std::memcmp(key + kBlock * kDim, Key(slot, layer, head, t) + kBlock * kDim,
-                              kDim * 4) == 0);
-        }
+        const std::vector<int32_t> found = cache_->Selected(slot, layer, head);
+        REQUIRE(std::vector<int64_t>(found.begin(), found.end()) ==
+                std::vector<int64_t>(set.begin(), set.end()));
       }
     }
   }
@@ -263,13 +257,16 @@ class Bench {
         const auto rows = static_cast<double>((block + kWindowBlocks) * kBlock - first_[slot]);
         average /= 1 - std::pow(1 - double{options_.alpha}, rows);
       }
-      if (Salient(average, options_.window.tokens())) selected_[{slot, layer, head}].insert(t);
+      if (Salient(layer, head, average, options_.window.tokens()))
+        selected_[{slot, layer, head}].insert(t);
     }
     ++judged;
   }
-  bool Salient(double weight, int64_t size) const {
-    if (options_.beta == 0) return true;
-    const double limit = double{options_.beta} / static_cast<double>(size);
+  bool Salient(int layer, int head, double weight, int64_t size) const {
+    const size_t list = static_cast<size_t>(layer * kKvHeads + head);
+    const float beta = options_.betas.empty() ? options_.beta : options_.betas[list];
+    if (beta == 0) return true;
+    const double limit = double{beta} / static_cast<double>(size);
     // Weights so close to the limit that rounding decides are drawn once in a million.
     REQUIRE(std::abs(weight - limit) > 1e-7 * limit);
     return weight > limit;
@@ -302,6 +299,75 @@ TEST_CASE("rows attend to all, then to what their weights and the averages selec
     CHECK(selected < bench.cache().JudgedTokens(0, 1, 1));
     bench.Leave(0);
   }
+}
+
+TEST_CASE("each layer and KV head selects by its own beta") {
+  const uint64_t seed = TestSeed();
+  Bench bench(1.0f, kernels::GroupReduction::kMax, "portable", {0.0f, 1.0f, 100.0f, 0.7f});
+  bench.Join(0, 290, seed);
+  for (int64_t position = 200; position < 290; ++position) bench.CheckRow(0, position, seed);
+  bench.CheckSelected(0);
+  CHECK(bench.cache().SelectedTokens(0, 0, 0) == bench.cache().JudgedTokens(0, 0, 0));
+  CHECK(bench.cache().SelectedTokens(0, 0, 1) < bench.cache().JudgedTokens(0, 0, 1));
+  CHECK(bench.cache().SelectedTokens(0, 1, 0) == 0);
+}
+
+// Returns the tokens of the lists of a row by ListTokens.
+std::vector<int32_t> ListTokens(Bench& bench, int layer, int64_t position) {
+  std::vector<int32_t> tokens(kKvHeads);
+  bench.cache().ListTokens(layer, 0, static_cast<int32_t>(position), tokens.data());
+  return tokens;
+}
+
+TEST_CASE("workers are told what lists hold, and nothing else while a row's round is open") {
+  const uint64_t seed = TestSeed();
+  Bench bench(1.0f, kernels::GroupReduction::kMax, "portable");
+  bench.Join(0, 500, seed);
+  using Told = std::vector<std::vector<int32_t>>;  // [layers][kv_heads]
+  const auto told = [&](int64_t position) {
+    return Told{ListTokens(bench, 0, position), ListTokens(bench, 1, position)};
+  };
+  const auto all = [&](int64_t position) {
+    return Told(kLayers, std::vector<int32_t>(
+                             kKvHeads, static_cast<int32_t>(bench.Outside(position) * kBlock)));
+  };
+  CHECK(told(250) == all(250));  // not announced
+  // A row's lists are counted when it is announced, two rows ahead, if another block is outside
+  // then or no list had been selected before: what is selected, and the tokens not yet judged.
+  std::map<int64_t, Told> expected;
+  bool selected = false;
+  const auto announce = [&](int64_t position) {
+    if (selected && bench.Outside(position) == bench.Outside(position - 1)) {
+      expected[position] = expected[position - 1];
+    } else {
+      expected[position] = all(position);
+      for (int layer = 0; layer < kLayers; ++layer) {
+        for (int head = 0; head < kKvHeads; ++head) {
+          const int64_t judged = bench.cache().JudgedTokens(0, layer, head);
+          expected[position][static_cast<size_t>(layer)][static_cast<size_t>(head)] +=
+              static_cast<int32_t>(bench.cache().SelectedTokens(0, layer, head) - judged);
+          selected = judged > 0;
+        }
+      }
+    }
+    bench.cache().Announce(0, static_cast<int32_t>(position));
+  };
+  announce(250);
+  announce(251);
+  for (int64_t position = 250; position < 420; ++position) {
+    INFO("position " << position);
+    REQUIRE(told(position) == expected[position]);
+    if (position == 250) REQUIRE(told(position) == all(position));
+    if (position > 254) REQUIRE(told(position)[0][0] < all(position)[0][0]);
+    bench.CheckRow(0, position, seed);
+    bench.cache().SelectAhead();
+    announce(position + 2);
+    REQUIRE(told(position) == expected[position]);
+  }
+  bench.Append(0);
+  selected = false;
+  announce(440);
+  CHECK(told(440) == all(440));
 }
 
 TEST_CASE("at beta 0 every token that leaves the window is selected") {

@@ -76,13 +76,15 @@ class Model {
         layer_(layer),
         kv_head_(kv_head) {}
 
-  // An append that ends before row `first`: its last row's weights over the tokens outside that
-  // row's window make the selection.
-  void Append(int first) {
+  // An append that ends before row `first`: the moving average of its last `rows` rows' weights
+  // over the tokens outside that row's window makes the selection.
+  void Append(int first, int rows) {
     first_ = first;
     judged_ =
         std::max(0, first / shape_.block_tokens - hgca_.window_tokens / shape_.block_tokens + 1);
-    Select(first - 1, judged_ * shape_.block_tokens);
+    const int size = judged_ * shape_.block_tokens;
+    rows = std::min({rows, ContextualCache::JudgingRows(size), first - size + 1});
+    Select(first - rows, first - 1, size);
   }
   // Returns the tokens that the row attends to, window included.
   std::set<int> Row(int position) {
@@ -91,7 +93,7 @@ class Model {
     if (first_ < 0) {
       first_ = position;
       judged_ = outside;
-      std::set<int> all = Select(position, outside * block);
+      std::set<int> all = Select(position, position, outside * block);
       Average(position, outside * block);
       cpu_ = static_cast<int64_t>(all.size());
       for (int t = outside * block; t <= position; ++t) all.insert(t);
@@ -105,8 +107,9 @@ class Model {
           const int rows = (judged_ + blocks) * block - first_;
           average /= 1 - std::pow(1 - double{hgca_.alpha}, rows);
         }
-        if (average > hgca_.beta / hgca_.window_tokens || hgca_.beta == 0) selected_.insert(t);
+        final_[t] = average;
       }
+      Mark(final_, judged_ * block, (judged_ + 1) * block, hgca_.window_tokens);
     }
     std::set<int> attended = selected_;
     for (int t = judged_ * block; t < outside * block; ++t) attended.insert(t);
@@ -119,14 +122,28 @@ class Model {
   int64_t cpu_tokens() const { return cpu_; }  // count of the last row
 
  private:
-  // Selects by A_cpu of the row over tokens [0, size). Returns all of them.
-  std::set<int> Select(int position, int size) {
+  // Selects by the moving average of A_cpu of rows [begin, position] over tokens [0, size). Returns
+  // all of them.
+  std::set<int> Select(int begin, int position, int size) {
     std::set<int> all;
     for (int t = 0; t < size; ++t) all.insert(t);
-    for (const auto& [t, weight] : Weights(position, all)) {
-      if (weight > hgca_.beta / size || hgca_.beta == 0) selected_.insert(t);
+    std::map<int, double> average = Weights(begin, all);
+    for (int row = begin + 1; row <= position; ++row) {
+      for (const auto& [t, weight] : Weights(row, all)) {
+        average[t] = (1 - double{hgca_.alpha}) * average[t] + double{hgca_.alpha} * weight;
+      }
     }
+    Mark(average, 0, size, size);
     return all;
+  }
+  // Selects the salient tokens of [begin, end) and what follows them in their blocks.
+  void Mark(const std::map<int, double>& weights, int begin, int end, int size) {
+    int follows = 0;
+    for (int t = begin; t < end; ++t, --follows) {
+      if (t % shape_.block_tokens == 0) follows = 0;
+      if (hgca_.beta == 0 || weights.at(t) > hgca_.beta / size) follows = hgca_.following + 1;
+      if (follows > 0) selected_.insert(t);
+    }
   }
   // Returns the softmax over `tokens` of each query head of the group, reduced.
   std::map<int, double> Weights(int position, const std::set<int>& tokens) {
@@ -182,9 +199,9 @@ class Model {
   std::map<int, std::vector<float>> keys_;
 };
 
-// `append`: the last token is pending, and computed as a row of the prompt.
+// The last `append` tokens are pending, and computed as rows of the prompt.
 void CheckAgainstModel(const PolicyRig::Shape& shape, PolicyOptions::Hgca hgca, int context,
-                       int steps, bool append = false) {
+                       int steps, int append = 0) {
   const PolicyRig::Make make = Uneven(shape);
   PolicyRig rig(shape, make);
   PolicyOptions options = rig.Options();
@@ -199,7 +216,7 @@ void CheckAgainstModel(const PolicyRig::Shape& shape, PolicyOptions::Hgca hgca, 
     std::vector<Model>& heads = models.emplace_back();
     for (int head = 0; head < shape.kv_heads; ++head) {
       heads.emplace_back(shape, hgca, make, seed, layer, head);
-      if (append) heads.back().Append(context);
+      if (append > 0) heads.back().Append(context, append);
     }
   }
   std::vector<int64_t> cpu(static_cast<size_t>(shape.layers));
@@ -241,9 +258,17 @@ void CheckAgainstModel(const PolicyRig::Shape& shape, PolicyOptions::Hgca hgca, 
   CHECK(rig.hbm().UsageOf(0).reserved_bytes == 0);
 }
 
+// HGCA's own options: nothing that follows a salient token is selected with it.
+PolicyOptions::Hgca Paper() {
+  PolicyOptions::Hgca hgca;
+  hgca.beta = 1;
+  hgca.following = 0;
+  return hgca;
+}
+
 void NaiveModel(const PolicyRig::Shape& of) {
   PolicyRig::Shape shape = of;
-  PolicyOptions::Hgca hgca;
+  PolicyOptions::Hgca hgca = Paper();
   hgca.window_tokens = 3 * shape.block_tokens;
   CheckAgainstModel(shape, hgca, 130, Steps(150));
   hgca.alpha = 0.05f;
@@ -256,6 +281,9 @@ void NaiveModel(const PolicyRig::Shape& of) {
   CheckAgainstModel(shape, hgca, 95, Steps(100));
   // Nothing is outside at first.
   CheckAgainstModel(shape, hgca, 5, Steps(120));
+  hgca.beta = 2;
+  hgca.following = 3;
+  CheckAgainstModel(shape, hgca, 95, Steps(100), /*append=*/1);
 }
 SLUICE_TEST_ON_CPU_AND_GPU(
     "rows attend to what moving averages and first weights select, as a naive model says",
@@ -263,20 +291,25 @@ SLUICE_TEST_ON_CPU_AND_GPU(
 
 void Appends(const PolicyRig::Shape& of) {
   PolicyRig::Shape shape = of;
-  PolicyOptions::Hgca hgca;
+  PolicyOptions::Hgca hgca = Paper();
   hgca.window_tokens = 3 * shape.block_tokens;
   // The contexts end at a block's end, where the first row pushes a block out, and inside one.
   for (const int context : {8 * shape.block_tokens, 7 * shape.block_tokens + 5, 5}) {
     for (const bool thread : {true, false}) {
       hgca.selection_thread = thread;
-      CheckAgainstModel(shape, hgca, context, Steps(90), /*append=*/true);
+      CheckAgainstModel(shape, hgca, context, Steps(90), /*append=*/1);
     }
+  }
+  // Several rows judge together: fewer than are kept, and more.
+  hgca.beta = 0.8f;
+  for (const int append : {3, 8, 21}) {
+    CheckAgainstModel(shape, hgca, 9 * shape.block_tokens + 3, Steps(40), append);
   }
 }
 SLUICE_TEST_ON_CPU_AND_GPU("pending tokens select anew, before the first decode row", Appends)
 
 void WorkersSelect(const PolicyRig::Shape& shape) {
-  PolicyOptions::Hgca hgca;
+  PolicyOptions::Hgca hgca = Paper();
   hgca.window_tokens = shape.block_tokens;  // the smallest window
   hgca.selection_thread = false;
   CheckAgainstModel(shape, hgca, 100, Steps(90));
@@ -507,6 +540,8 @@ TEST_CASE("an option that is out of range is named") {
   CHECK_THAT(refused([](Hgca& h) { h.window_tokens = 0; }), Catch::Contains("window_tokens"));
   CHECK_THAT(refused([](Hgca& h) { h.beta = -1; }), Catch::Contains("beta"));
   CHECK_THAT(refused([](Hgca& h) { h.beta = NAN; }), Catch::Contains("beta"));
+  CHECK_THAT(refused([](Hgca& h) { h.betas = {1, 1}; }), Catch::Contains("betas"));
+  CHECK_THAT(refused([](Hgca& h) { h.following = -1; }), Catch::Contains("following"));
   CHECK_THAT(refused([](Hgca& h) { h.alpha = 0; }), Catch::Contains("alpha"));
   CHECK_THAT(refused([](Hgca& h) { h.alpha = 1.5f; }), Catch::Contains("alpha"));
   CHECK_THAT(refused([](Hgca& h) { h.reduction = GroupReduction::kSoftmaxSum; }),
