@@ -92,6 +92,11 @@ Config TinyNode() {
   return config;
 }
 
+// Bytes of HBM that hold `tokens` tokens of one sequence.
+uint64_t TinyKvBytes(const PlanInput& plan, int64_t tokens) {
+  return static_cast<uint64_t>(plan.layout.BytesFor(tokens));
+}
+
 TEST_CASE("the plan asks for what a node asks for") {
   Config config = TinyNode();
   const auto plan = PlanOf(config);
@@ -230,6 +235,35 @@ TEST_CASE("the plan has the policies that a server can be given") {
       CHECK((policy.name != "oracle" && policy.name != "offload-naive"));
     }
   }
+}
+
+TEST_CASE("policy auto plans its candidates, and the plan is of the one that it takes") {
+  Config config = TinyNode();
+  config.set_policy("auto");
+  for (const char* quality : {"exact", "high", "fast"}) {
+    config.set_quality(quality);
+    config.set_hbm_bytes(8 << 20);
+    const auto plan = PlanOf(config);
+    INFO(plan.status());
+    REQUIRE(plan.ok());
+    INFO(plan->auto_text);
+    CHECK(plan->policy != "auto");
+    CHECK_THAT(plan->auto_text, Catch::Contains("policy auto, quality " + std::string(quality)));
+    CHECK_THAT(FormatPlan(*plan), Catch::Contains(plan->auto_text));
+    CHECK_THAT(*CheckedPolicy(config), Catch::Contains("policy auto, quality"));
+    // Without a place for one whole sequence of 700 tokens: exact has nothing to take.
+    config.set_hbm_bytes(TinyKvBytes(*plan, 600));
+    const auto small = PlanOf(config);
+    INFO(small.status());
+    if (std::string(quality) == "exact") {
+      CHECK(small.status().code() == absl::StatusCode::kFailedPrecondition);
+    } else if (small.ok()) {
+      CHECK(small->policy != "full");
+    }
+  }
+  config.set_policy("full");
+  CHECK(CheckedPolicy(config)->empty());
+  CHECK(PlanOf(config)->auto_text.empty());
 }
 
 TEST_CASE("a policy whose transfers cannot address the host KV cache is refused by name") {
