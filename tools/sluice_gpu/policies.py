@@ -112,10 +112,11 @@ def _hgca_quality() -> tuple[str, ...]:
                       for ratio in (1, 2, 3) for beta in (0.25, 0.5, 0.75, 1)))
 
 
-def _auto(name: str, contexts: tuple[int, ...], **more) -> Run:
+def _auto(name: str, contexts: tuple[int, ...], most: int = 16, **more) -> Run:
     """Returns shapes, one for each context, in which auto is beside what it may take at quality fast."""
-    return Run(name, ("auto", "full", "scout", "recall"), contexts, given_batches=False, statistics=0, trace=False,
-               steps=12, distinct=1, **{"layers": 8, "dram_gib": 40, **more})
+    # A batch of `most` is the largest batch or does not fit, so that each policy decodes once.
+    return Run(name, ("auto", "full", "scout", "recall"), contexts, most=most, batches=(most,), statistics=0,
+               trace=False, steps=12, distinct=1, **{"layers": 8, "dram_gib": 40, **more})
 
 
 AnyRun = Run | LatentRun | ProfileRun

@@ -47,6 +47,13 @@ Compared CompareWithBest(const AutoRun& taken, const std::vector<PolicyRun>& run
   return out;
 }
 
+// Whether auto took the very policy of that run, so that two runs differ by their spread alone.
+bool TookTheSame(const AutoRun& taken, const PolicyRun& run) {
+  const PolicyAndBudget& of = taken.candidates[taken.choice.taken].of;
+  return run.policy.substr(0, run.policy.find(':')) == of.policy &&
+         (of.budget_tokens == 0 || of.budget_tokens == run.budget_tokens);
+}
+
 }  // namespace
 
 absl::StatusOr<AutoRun> TakePolicy(BenchTiers& tiers, PolicyWorld* world, const DeviceRates& rates,
@@ -84,7 +91,9 @@ std::string AutoDistanceText(const AutoRun& taken, const std::vector<PolicyRun>&
       "forecast %.1f)%s\n",
       own->context, taken.name, share, best->policy, own->tokens_per_second(),
       best->tokens_per_second(), taken.choice.verdicts[taken.choice.taken].tokens_per_second,
-      share < kNear ? ": MORE THAN 5 % BELOW IT" : "");
+      TookTheSame(taken, *best) ? ": the same policy, so that is the spread of two runs"
+      : share < kNear           ? ": MORE THAN 5 % BELOW IT"
+                                : "");
 }
 
 nlohmann::json AutoJson(const AutoRun& taken, const std::vector<PolicyRun>& runs) {
@@ -107,6 +116,7 @@ nlohmann::json AutoJson(const AutoRun& taken, const std::vector<PolicyRun>& runs
   const auto [own, best] = CompareWithBest(taken, runs);
   if (own != nullptr && best != nullptr) {
     out["best"] = best->policy;
+    out["took_the_best"] = TookTheSame(taken, *best);
     out["of_best"] = own->tokens_per_second() / best->tokens_per_second();
   }
   return out;

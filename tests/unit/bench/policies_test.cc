@@ -89,6 +89,7 @@ TEST_CASE("auto is compared with the best of the policies of its quality") {
   for (const char* policy : {"full", "scout", "recall"}) {
     taken.candidates.emplace_back().of.policy = policy;
   }
+  taken.candidates[1].of.budget_tokens = 8192;
   taken.choice.verdicts.resize(3);
   taken.choice.verdicts[1].tokens_per_second = 95;
   taken.choice.taken = 1;
@@ -111,7 +112,11 @@ TEST_CASE("auto is compared with the best of the policies of its quality") {
   run("recall:budget=16384", 16384, 40, false);
   CHECK(AutoJson(taken, runs)["of_best"].get<double>() == Approx(0.9));
   CHECK(AutoJson(taken, runs)["best"] == "scout:budget=16384");
+  CHECK_FALSE(AutoJson(taken, runs)["took_the_best"].get<bool>());
   CHECK_THAT(AutoDistanceText(taken, runs), Catch::Contains("MORE THAN 5 % BELOW IT"));
+  taken.candidates[1].of.budget_tokens = 16384;
+  CHECK(AutoJson(taken, runs)["took_the_best"].get<bool>());
+  CHECK_THAT(AutoDistanceText(taken, runs), Catch::Contains("the same policy"));
   taken.ask.quality = Quality::kExact;
   CHECK(AutoJson(taken, runs)["of_best"].get<double>() == Approx(4.5));
 }
