@@ -75,6 +75,7 @@ class Loader {
       SLUICE_RETURN_IF_ERROR(Apply(*flag.setting, flag.value, flag.spelling));
     }
     SLUICE_RETURN_IF_ERROR(CheckRequired());
+    SLUICE_RETURN_IF_ERROR(CheckQuality());
     return std::move(result_);
   }
 
@@ -157,6 +158,20 @@ class Loader {
           ", ", setting.env(), ", or ", setting.name(), " in the file of --config"));
     }
     return absl::OkStatus();
+  }
+
+  // A quality beside a policy by name would promise what nobody keeps. The default is allowed: a
+  // file that --check-config printed has it.
+  absl::Status CheckQuality() const {
+    const Setting& quality = *FindSetting("quality");
+    if (result_.config.policy() == "auto" ||
+        quality.Format(result_.config) == quality.options().default_value()) {
+      return absl::OkStatus();
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat("quality (", result_.origins.at("quality"),
+                     ") is for policy auto, and policy is ", result_.config.policy(), " (",
+                     result_.origins.at("policy"), "): set policy to auto, or leave quality out"));
   }
 
   const std::string_view program_;

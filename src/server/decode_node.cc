@@ -17,6 +17,7 @@
 #include "src/device/kernel_set.h"
 #include "src/facade/smg_service.h"
 #include "src/kv/selection_hints.h"
+#include "src/server/auto_policy.h"
 #include "src/server/decode_metrics.h"
 #include "src/server/model_setup.h"
 #include "src/server/plan.h"
@@ -60,6 +61,7 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   SLUICE_RETURN_IF_ERROR(
       LoadModel(sequences + static_cast<int>(config_.chunk_tokens()), sequences));
   SLUICE_ASSIGN_OR_RETURN(token_bytes_, LoadTokenBytes(config_));
+  if (config_.policy() == kAutoPolicy) SLUICE_RETURN_IF_ERROR(ChooseAutoPolicy());
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
   SLUICE_ASSIGN_OR_RETURN(NodeMemory memory, NewNodeMemory(config_, *model_, device_.get()));
   hbm_ = std::move(memory.hbm);
@@ -69,6 +71,34 @@ absl::Status DecodeNode::LoadModelAndMemory() {
       {{"policy", policy_->name()}, {"max_sequences", config_.max_sequences()}});
   SLUICE_RETURN_IF_ERROR(MakeTransfers());
   return StartEngine();
+}
+
+absl::Status DecodeNode::ChooseAutoPolicy() {
+  SLUICE_ASSIGN_OR_RETURN(const MemoryFound found, FindMemory(*device_));
+  SLUICE_ASSIGN_OR_RETURN(ResolvedPolicy resolved,
+                          ResolvePolicy(config_, *model_, found, device_.get()));
+  const AutoChoice& choice = resolved.choice;
+  for (size_t i = 0; i < resolved.candidates.size(); ++i) {
+    const AutoCandidate& candidate = resolved.candidates[i];
+    Log(LogLevel::kInfo, "policy considered",
+        {{"policy", candidate.of.policy},
+         {"budget_tokens", candidate.of.budget_tokens},
+         {"running", candidate.running},
+         {"exact_tokens", std::min<int64_t>(candidate.exact_tokens, model_->max_context())},
+         {"forecast_tokens_per_second", choice.verdicts[i].tokens_per_second},
+         {"bound", choice.verdicts[i].bound},
+         {"why", choice.verdicts[i].reason}});
+  }
+  const PolicyAndBudget& taken = resolved.candidates[choice.taken].of;
+  Log(LogLevel::kInfo, "policy chosen",
+      {{"policy", taken.policy},
+       {"budget_tokens", taken.budget_tokens},
+       {"quality", config_.quality()},
+       {"max_sequences", config_.max_sequences()},
+       {"max_context", model_->max_context()},
+       {"why", choice.why}});
+  config_ = std::move(resolved.config);
+  return absl::OkStatus();
 }
 
 absl::Status DecodeNode::ChooseSizes() {

@@ -49,6 +49,8 @@ class DecodeNode : public Node {
   void Open() override;
   void UpdateMetrics() override;
 
+  // Puts the policy that auto takes into config_, and logs why.
+  absl::Status ChooseAutoPolicy();
   absl::Status ChooseSizes();
   // Makes transfers_, channels_ and puller_.
   absl::Status MakeTransfers();

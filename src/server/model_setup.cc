@@ -11,6 +11,7 @@
 #include "src/base/logging.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
+#include "src/base/timing.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/device/machine_memory.h"
 #include "src/device/mailbox.h"
@@ -18,6 +19,7 @@
 #include "src/service/wire/status_mapping.h"
 #ifdef SLUICE_HAVE_CUDA
 #include "src/device/cuda/cuda_device.h"
+#include "src/device/cuda/read_probe.h"
 #endif
 
 namespace sluice {
@@ -97,6 +99,33 @@ absl::StatusOr<MemoryFound> FindMemory(const Device& device) {
   return found;
 }
 
+absl::StatusOr<DeviceRates> MeasureNodeRates(const Config& config, Device* device) {
+  // Sizes are some times those of the caches: 50 MB of L2 on a GPU, and tens of MB a processor.
+  constexpr size_t kGpuWindow = size_t{256} << 20, kHostBytes = size_t{256} << 20;
+  const bool gpu = device->Memory().total_bytes > 0;
+  RateOptions options;
+  options.workers = WorkersOf(config);
+  options.dram_bytes = kHostBytes;
+  options.link_bytes = size_t{64} << 20;
+  options.device_bytes = gpu ? 8 * kGpuWindow : kHostBytes;
+  options.read_device = [&](size_t bytes) -> absl::StatusOr<double> {
+#ifdef SLUICE_HAVE_CUDA
+    if (gpu) {
+      SLUICE_ASSIGN_OR_RETURN(
+          const Buffer window,
+          device->Allocate(MemoryKind::kDevice, kGpuWindow, "a probe of the device's memory"));
+      const double rate = CudaReadRate(window.data(), kGpuWindow, bytes);
+      if (rate <= 0) return absl::InternalError("the probe of the device's memory did not run");
+      return rate;
+    }
+#endif
+    const HugeBuffer buffer(bytes);
+    Crew crew(ThreadsOf(config));
+    return static_cast<double>(bytes) / MeasureRead(crew, buffer, bytes, 0.1).median;
+  };
+  return MeasureDeviceRates(*device, options);
+}
+
 absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows, int max_logits) {
   Model::Options options;
   options.directory = config.model();
@@ -130,11 +159,11 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
                                                    Mailbox::kMaxWorkers, ", found ",
                                                    config.policy_workers()));
   }
-  o.workers = config.policy_workers() != 0 ? static_cast<int>(config.policy_workers())
-                                           : std::min(ThreadsOf(config), Mailbox::kMaxWorkers);
+  o.workers = WorkersOf(config);
   // The workers compute with the configured kernels; null, for auto and on a GPU, means the best.
   o.host_kernels = kernels::FindKernelTable(config.kernels().c_str());
   o.worker_deadline = absl::Seconds(config.policy_worker_deadline_seconds());
+  o.scout.key_codes = config.scout_selection() != "digests";
   o.scout.share_limit = static_cast<float>(config.scout_share_limit());
   o.recall.margin = static_cast<float>(config.recall_margin());
   o.hgca.window_tokens = static_cast<int>(config.hgca_window_tokens());
@@ -204,6 +233,11 @@ uint64_t SeedOf(const Config& config) { return config.seed() != 0 ? config.seed(
 
 int ThreadsOf(const Config& config) {
   return config.threads() != 0 ? static_cast<int>(config.threads()) : DefaultThreads();
+}
+
+int WorkersOf(const Config& config) {
+  if (config.policy_workers() != 0) return static_cast<int>(config.policy_workers());
+  return std::min(ThreadsOf(config), Mailbox::kMaxWorkers);
 }
 
 std::string Version() { return SLUICE_VERSION; }

@@ -12,6 +12,7 @@
 #include "src/attention/policy_options.h"
 #include "src/config/setting.h"
 #include "src/device/device.h"
+#include "src/device/memory_rates.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 #include "src/model/model_config.h"
@@ -26,6 +27,9 @@ absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config, std::str
 
 // Returns the memory that is free now.
 absl::StatusOr<MemoryFound> FindMemory(const Device& device);
+
+// Measures the memories of the node in about a second, for the forecasts of policy auto.
+absl::StatusOr<DeviceRates> MeasureNodeRates(const Config& config, Device* device);
 
 // Returns the options of a model whose steps have at most `max_rows` rows, of which `max_logits`
 // want logits. The errors are those of LoadModelConfig.
@@ -58,6 +62,8 @@ absl::StatusOr<std::optional<TokenBytes>> LoadTokenBytes(const Config& config);
 DType KvDType(const Config& config, const ModelConfig& model);
 // Returns the configured seed, or one from the system.
 uint64_t SeedOf(const Config& config);
+// Returns the number of CPU threads that attend to what is not in HBM.
+int WorkersOf(const Config& config);
 // Returns the number of CPU threads that compute.
 int ThreadsOf(const Config& config);
 

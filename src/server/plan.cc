@@ -10,8 +10,10 @@
 #include "src/device/cpu_topology.h"
 #include "src/device/host_placement.h"
 #include "src/engine/batch_state.h"
+#include "src/model/policy_forecast.h"
 #include "src/model/policy_model.h"
 #include "src/model/weight_source.h"
+#include "src/server/auto_policy.h"
 #include "src/server/model_setup.h"
 #include "src/server/plan_text.h"
 #include "src/server/planning_device.h"
@@ -96,6 +98,10 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
     out.rooms.push_back(room);
   }
   out.exact_tokens = made->policy->exact_tokens();
+  const auto context = static_cast<double>(in.max_context);
+  out.step_bytes = BytesOfStep({in.model, in.layout, in.weight_bytes}, *made->policy,
+                               ExpectedStatistics(options, in.layout, context),
+                               static_cast<int>(out.rooms.back().running), context);
   out.workers = static_cast<int>(made->policy->Workers().workers);
   out.one = made->policy->DescribeSteps(1);
   out.all = made->policy->DescribeSteps(static_cast<int32_t>(in.max_sequences));
@@ -183,7 +189,20 @@ absl::StatusOr<DecodeCacheSizes> ChooseDecodeSizes(const Config& config, const M
   return sizes;
 }
 
-absl::StatusOr<PlanInput> PlanOf(const Config& config) {
+absl::StatusOr<PlanInput::Policy> PlanConfiguredPolicy(const Config& config, const Model& model,
+                                                       const MemoryFound& found, Device* device) {
+  SLUICE_ASSIGN_OR_RETURN(const DecodeCacheSizes sizes,
+                          ChooseDecodeSizes(config, model, found, device));
+  PlanInput in = InputOf(config, model);
+  in.hbm_bytes = static_cast<int64_t>(sizes.hbm.bytes);
+  in.dram_bytes = static_cast<int64_t>(sizes.dram.bytes);
+  SLUICE_ASSIGN_OR_RETURN(const PolicyOptions options, OptionsOf(config, model, in));
+  const std::unique_ptr<PlanningDevice> planning = NewPlanningDevice(device);
+  return PlanPolicy(options, in, config.overcommit(), planning.get());
+}
+
+absl::StatusOr<PlanInput> PlanOf(const Config& given) {
+  Config config = given;
   std::string why;
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> real, NewDevice(config, &why));
   const std::unique_ptr<PlanningDevice> device = NewPlanningDevice(real.get());
@@ -193,14 +212,22 @@ absl::StatusOr<PlanInput> PlanOf(const Config& config) {
   model_options.weights = [](const ModelConfig& shape) { return WeightShapes(shape); };
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model,
                           Model::Load(model_options, device.get()));
+  SLUICE_ASSIGN_OR_RETURN(MemoryFound found, FindMemory(*real));
+  if (found.gpu) found.gpu_free_bytes -= model->weight_bytes() + model->workspace_bytes();
+  std::string auto_text;
+  if (config.policy() == kAutoPolicy) {
+    SLUICE_ASSIGN_OR_RETURN(ResolvedPolicy resolved,
+                            ResolvePolicy(config, *model, found, real.get()));
+    config = std::move(resolved.config);
+    auto_text = std::move(resolved.text);
+  }
   PlanInput in = InputOf(config, *model);
+  in.auto_text = std::move(auto_text);
   in.max_rows = rows;
   in.device = real->Memory();
   in.device_name = real->name();
   in.device_why = why;
-  SLUICE_ASSIGN_OR_RETURN(MemoryFound found, FindMemory(*real));
   in.host = found.host;
-  if (found.gpu) found.gpu_free_bytes -= in.weight_bytes + in.workspace_bytes;
   SLUICE_ASSIGN_OR_RETURN(const DecodeCacheSizes sizes,
                           ChooseDecodeSizes(config, *model, found, real.get()));
   in.hbm_bytes = static_cast<int64_t>(sizes.hbm.bytes);
@@ -223,6 +250,12 @@ absl::StatusOr<PlanInput> PlanOf(const Config& config) {
     if (name != kFull) in.policies.push_back(std::move(policy));
   }
   return in;
+}
+
+absl::StatusOr<std::string> CheckedPolicy(const Config& config) {
+  if (config.policy() != kAutoPolicy) return "";
+  SLUICE_ASSIGN_OR_RETURN(const PlanInput in, PlanOf(config));
+  return in.auto_text;
 }
 
 absl::StatusOr<std::string> PrintPlan(const Config& config) {

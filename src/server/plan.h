@@ -13,6 +13,7 @@
 #include "src/kv/cache_layout.h"
 #include "src/model/model.h"
 #include "src/model/model_config.h"
+#include "src/model/step_traffic.h"
 #include "src/server/cache_sizes.h"
 
 namespace sluice {
@@ -36,7 +37,8 @@ struct PlanInput {
   // Reasons of what was chosen: "as configured", or "auto: " and the rule.
   std::string device_why, hbm_why, dram_why;
   std::string placement;  // NUMA node of pinned memory, and cpus of the configured policy's workers
-  std::string policy;     // the configured one
+  std::string policy;     // the configured one, or the one that auto takes
+  std::string auto_text;  // why auto takes it (src/model/policy_auto.h); empty without auto
   // The policies that keep sequences in the host KV cache.
   struct Policy {
     std::string name;
@@ -54,7 +56,9 @@ struct PlanInput {
       std::string kinds;    // bytes by kind, for a model with several kinds of caches
       int64_t running = 0;  // sequences that HBM and DRAM hold at once, at most max_sequences
     };
-    std::vector<Headroom> rooms;
+    std::vector<Headroom> rooms;  // the last one is of max_context
+    // Bytes that a step with the last room's running sequences is expected to move.
+    MemoryTraffic step_bytes;
     // How it overlaps transfers and compute at first, if it chooses: with one sequence, and with
     // max_sequences.
     std::string one, all;
@@ -77,6 +81,10 @@ absl::StatusOr<PlanInput> PlanOf(const Config& config);
 // Returns FormatPlan of PlanOf.
 absl::StatusOr<std::string> PrintPlan(const Config& config);
 
+// Returns the answer to --check-config beside the settings: the plan's auto_text under policy auto,
+// else nothing.
+absl::StatusOr<std::string> CheckedPolicy(const Config& config);
+
 // The sizes of a decode node's KV caches.
 struct DecodeCacheSizes {
   CacheSize hbm, dram;
@@ -85,5 +93,9 @@ struct DecodeCacheSizes {
 // Chooses the sizes for a model whose weights and workspace are on `device`, or are planned on it.
 absl::StatusOr<DecodeCacheSizes> ChooseDecodeSizes(const Config& config, const Model& model,
                                                    const MemoryFound& found, Device* device);
+
+// Plans the configured policy alone, over pools of the sizes that a node would choose for it.
+absl::StatusOr<PlanInput::Policy> PlanConfiguredPolicy(const Config& config, const Model& model,
+                                                       const MemoryFound& found, Device* device);
 
 }  // namespace sluice

@@ -157,6 +157,7 @@ std::string FormatPlan(const PlanInput& in) {
   if (in.device.total_bytes > 0) absl::StrAppend(&out, GpuLine(in));
   absl::StrAppend(&out, HostLine(in));
   if (!in.placement.empty()) absl::StrAppend(&out, "placement   ", in.placement, "\n");
+  if (!in.auto_text.empty()) absl::StrAppend(&out, "\n", in.auto_text);
   out += "\n";
 
   // Under policy full a running sequence lies wholly in HBM, with room to grow. DRAM holds caches

@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
@@ -38,6 +40,19 @@ void TakeFileDescriptors() {
   limit.rlim_cur = limit.rlim_max;
   // This fails only where a sandbox forbids it; then the soft limit stays.
   (void)setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+// Returns what the program says beside its settings, as comments of the YAML file.
+std::string Checked(const NodeProgram& program, const Config& config) {
+  if (program.check == nullptr) return "";
+  SetUpLogging(LogLevel::kWarn, LogFormat::kText);
+  const absl::StatusOr<std::string> said = program.check(config);
+  std::string out;
+  for (const auto line :
+       absl::StrSplit(said.ok() ? *said : std::string(said.status().message()), '\n')) {
+    if (!line.empty()) absl::StrAppend(&out, "# ", line, "\n");
+  }
+  return out;
 }
 
 int Print(const std::string& text) {
@@ -71,7 +86,7 @@ int Main(const NodeProgram& program, int argc, char** argv) {
     case Action::kVersion:
       return Print(VersionText(program.name));
     case Action::kCheckConfig:
-      return Print(EffectiveConfigYaml(program.name, *loaded));
+      return Print(EffectiveConfigYaml(program.name, *loaded) + Checked(program, config));
     case Action::kPrintPlan: {
       // Policies log while they are made; a plan leaves that out.
       SetUpLogging(LogLevel::kWarn, LogFormat::kText);

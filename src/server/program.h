@@ -21,6 +21,9 @@ struct NodeProgram {
   std::function<absl::Status(const Config&, Signals&)> run;
   // Returns the answer to --print-plan; null: the program has none.
   std::function<absl::StatusOr<std::string>(const Config&)> plan;
+  // Returns what --check-config says beside the settings, perhaps nothing; null: the program has
+  // none. An error is said too: the settings are right even where the model is not here.
+  std::function<absl::StatusOr<std::string>(const Config&)> check = nullptr;
 };
 
 // Ends the process with status 1 once `time` has passed, unless it has ended before: giving back

@@ -9,5 +9,5 @@ int main(int argc, char** argv) {
     SLUICE_ASSIGN_OR_RETURN(const auto node, sluice::DecodeNode::Start(config));
     return node->ServeUntil(signals);
   };
-  return sluice::Main({"sluice-server", run, sluice::PrintPlan}, argc, argv);
+  return sluice::Main({"sluice-server", run, sluice::PrintPlan, sluice::CheckedPolicy}, argc, argv);
 }

@@ -11,7 +11,7 @@
 #include <dnnl.hpp>
 #include <vector>
 
-#include "src/bench/report/timing.h"
+#include "src/base/timing.h"
 
 namespace {
 
@@ -47,7 +47,7 @@ void Run(int rows, int k, int n) {
     Fill(weights.back());
   }
   size_t next = 0;
-  const sluice::bench::Timing t = sluice::bench::Measure(0.3, [&] {
+  const sluice::Timing t = sluice::Measure(0.3, [&] {
     product.execute(stream, {{DNNL_ARG_SRC, x},
                              {DNNL_ARG_WEIGHTS, weights[next++ % weights.size()]},
                              {DNNL_ARG_DST, y}});

@@ -53,6 +53,9 @@ def test_help_teaches(command):
     (["policies", "--model", "x", "--misses", "4"], "latent"),
     (["policies", "--model", "x", "--only-overlap"], "--only-overlap"),
     (["policies", "--model", "x", "--forecast-dram", "lots"], "--forecast-dram"),
+    (["policies", "--model", "x", "--traffic", "mixd"], "mixed"),
+    (["policies", "--model", "x", "--jump", "8"], "--topic-drift"),
+    (["policies", "--model", "x", "--policies", "auto,full", "--traffic", "steady"], "auto"),
     (["--compare", "a.json"], "two reports"),
 ])
 def test_a_bad_command_line_is_refused_by_name(args, words):
@@ -92,6 +95,30 @@ def test_steps_and_a_prefill_of_a_tiny_model(tiny_models):
     names = [f["name"] for f in report["figures"]]
     assert names[:2] == ["step, batch 1, context 40", "step, batch 4, context 40"]
     assert all(f["median"] > 0 for f in report["figures"])
+
+
+def test_auto_runs_beside_the_policies_that_it_chooses_from(tiny_models):
+    report = report_of("policies", "--model", tiny_models("tiny-llama"), "--policies", "auto,full,scout", "--contexts",
+                       "192", "--max-batch", "3", "--batches", "3", "--budget", "64", "--dense-layers", "0", "--steps", "2",
+                       "--hbm-bytes", "2MiB", "--dram-bytes", "8MiB", "--no-trace", "--auto-quality", "fast")
+    (auto,) = report["details"]["auto"]
+    assert {c["policy"] for c in auto["candidates"]} == {"full", "scout", "recall", "hgca"}
+    assert all(c["reason"] for c in auto["candidates"]) and auto["why"] and auto["of_best"] > 0
+    runs = {r["policy"]: r for r in report["details"]["runs"] if r["largest"]}
+    assert runs["auto"]["taken"] == auto["taken"] and set(runs) == {"auto", "full", "scout"}
+
+
+def test_traffics_are_timed_step_by_step(tiny_models):
+    report = report_of("policies", "--model", tiny_models("tiny-llama"), "--policies", "full,scout", "--contexts", "40,192",
+                       "--max-batch", "4", "--batches", "4", "--budget", "64", "--dense-layers", "0", "--steps", "4",
+                       "--hbm-bytes", "4MiB", "--dram-bytes", "16MiB", "--distinct", "1", "--traffic",
+                       "steady,mixed,staggered")
+    found = {(t["policy"], t["traffic"]): t for t in report["details"]["traffic"]}
+    assert len(found) == 6
+    for (_, traffic), figures in found.items():
+        assert figures["tokens_per_second"] > 0 and figures["tpot_p99_seconds"] >= figures["tpot_p50_seconds"] > 0
+        assert figures["steps"] >= 4 * 4 and 0 <= figures["idle_share"] <= 1 and figures["jumps"] == 0
+        assert (figures["arrival_over_median"] > 0) == (traffic == "staggered"), figures
 
 
 def test_policies_are_run_side_by_side(tiny_models, tmp_path):

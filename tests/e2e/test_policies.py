@@ -4,7 +4,8 @@ import json
 import subprocess
 
 import pytest
-from support.nodes import BIN, DEVICE, ENVIRONMENT, SLUICE, TIMEOUT_S, TINY, matching_steps, run, sluice_json
+from support.nodes import (BIN, DEVICE, ENVIRONMENT, SLUICE, TIMEOUT_S, TINY, Node, matching_steps, run,
+                           sluice_json)
 
 POLICIES = ["scout", "recall", "hgca"]
 # Tokens may differ where the golden margin is no more than this (test_parity.py, tests/parity/parity_support.h).
@@ -63,6 +64,41 @@ def test_the_plan_has_every_policy(tiny_models):
     assert "refused:" not in done.stdout
     assert "what policy scout needs beside them" in done.stdout
     assert done.stdout.count("beside its sequences:") == len(POLICIES)
+
+
+# What HBM holds of the two sequences that are asked for, and the policies that auto may take then.
+@pytest.mark.parametrize("quality, hbm, taken", [
+    ("exact", "64MiB", {"full"}), ("high", "64MiB", {"full"}), ("exact", "4MiB", {"full"}),
+    ("high", "4MiB", {"full", "scout", "recall"}), ("fast", "4MiB", {"full", "scout", "recall", "hgca"})])
+def test_auto_takes_a_policy_and_says_why(tiny_models, golden, tmp_path, quality, hbm, taken):
+    flags = ["--policy", "auto", "--quality", quality, "--max-context", "512", "--max-sequences", "4",
+             "--budget-tokens", "128", "--dense-layers", "1", "--hbm-bytes", hbm, "--dram-bytes", "32MiB",
+             "--policy-workers", "1", "--policy-worker-deadline-seconds", "60s"]
+    plan = run(BIN / "sluice-server", "--model", tiny_models("tiny-qwen3"), "--device", DEVICE, *flags, "--print-plan")
+    assert plan.returncode == 0, plan.stderr
+    assert f"policy auto, quality {quality}, 4 sequences of 512 tokens: " in plan.stdout
+    checked = run(BIN / "sluice-server", "--model", tiny_models("tiny-qwen3"), "--device", DEVICE, *flags,
+                  "--check-config")
+    assert f"# policy auto, quality {quality}" in checked.stdout, checked.stdout
+
+    node = Node("sluice-server", tiny_models("tiny-qwen3"), tmp_path, *flags)
+    lines = [json.loads(line) for line in node.log.read_text().splitlines()]
+    (chosen,) = [line for line in lines if line["message"] == "policy chosen"]
+    assert chosen["policy"] in taken and chosen["quality"] == quality and chosen["why"], chosen
+    considered = [line for line in lines if line["message"] == "policy considered"]
+    assert considered[0]["policy"] == "full" and considered[0]["exact_tokens"] == 512, considered
+    assert all(line["why"] for line in considered)
+    (ready,) = [line for line in lines if line["message"] == "policy ready"]
+    assert ready["policy"] == chosen["policy"]
+    g = golden("tiny-qwen3")
+    got = sluice_json("push", "--decode", node.address, "--kv", g.path, "--case", 1, "--first-token")
+    assert got["finish_reason"] == "length" and len(got["output_ids"]) == len(g.tokens(1))
+    assert node.stop() == 0
+
+
+def test_a_quality_without_auto_is_refused(tiny_models):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-qwen3"), "--quality", "high")
+    assert done.returncode == 1 and "quality (--quality) is for policy auto" in done.stderr
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -20,6 +20,7 @@ from sluice_gpu.place import Place
 PART_SECONDS = 480
 GIB = 1 << 30
 LARGE = "configs/models/qwen3-14b"
+LLAMA, QWEN8 = "configs/models/llama-3-8b", "configs/models/qwen3-8b"
 SMALL = "configs/models/topic-drift-small"
 WINDOWS = 4  # measured windows of sluice-bench policies
 SPARE_TOKENS = 67  # tokens that it decodes before its windows and may decode after them
@@ -33,10 +34,12 @@ class Run:
     name: str
     policies: tuple[str, ...]
     contexts: tuple[int, ...]
+    model: str = LARGE
     batches: tuple[int, ...] = (1,)
     given_batches: bool = False  # runs only `batches`, not the largest batch that fits
     most: int = 16
-    full_sequences: float = 2  # sequences of the longest context that HBM holds whole
+    # Sequences of the longest context that HBM holds whole; None: HBM for caches is all that is free.
+    full_sequences: float | None = 2
     layers: int | None = None  # layers of the model; None means all
     dense_layers: int = 0
     budget: int = 2048
@@ -48,6 +51,8 @@ class Run:
     drifts: tuple[float, ...] = ()
     dram_gib: int = 110
     quality: bool = False
+    traffic: str = ""  # traffics to run instead of equal sequences
+    jump: int = 0  # tokens between jumps to another topic
     more: tuple[str, ...] = ()
 
     def quickly(self) -> "Run":
@@ -60,15 +65,15 @@ class Run:
         return replace(self, policies=windows, contexts=tuple(max(c // 32, 512) for c in self.contexts),
                        steps=min(self.steps, 4), most=min(self.most, 8),
                        batches=tuple(min(b, 8) for b in self.batches), budget=256,
-                       layers=self.layers and 4, statistics=min(self.statistics, 4), dram_gib=1,
+                       jump=self.jump and 6, layers=self.layers and 4, statistics=min(self.statistics, 4), dram_gib=1,
                        more=(*self.more, "--hgca-window", "64"))
 
     def _model(self, place: Place, quick: bool, folder: Path) -> Path:
         """Returns the model's folder. A model with fewer layers is made beside the results."""
-        source = place.root / (SMALL if quick else LARGE)
+        source = place.root / (SMALL if quick else self.model)
         if self.layers is None:
             return source
-        made = folder / f"model-{self.layers}-layers"
+        made = folder / f"{source.name}-{self.layers}-layers"
         made.mkdir(parents=True, exist_ok=True)
         config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": self.layers}
         (made / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -82,16 +87,20 @@ class Run:
         if self.quality:
             return [*out, "--model", str(place.smollm2), "--quality", "--texts", str(texts)]
         model = self._model(place, quick, folder)
-        # A little more than `full` takes for that many sequences with their new tokens.
-        tokens = max(self.contexts) + (WINDOWS + 1) * self.steps + SPARE_TOKENS + self.block_tokens
-        hbm = int(self.full_sequences * tokens * token_bytes(model) * 1.005) + (1 << 20)
+        hbm = "auto"
+        if self.full_sequences is not None:
+            # A little more than `full` takes for that many sequences with their new tokens.
+            tokens = max(self.contexts) + (WINDOWS + 1) * self.steps + SPARE_TOKENS + self.block_tokens
+            hbm = f"{(int(self.full_sequences * tokens * token_bytes(model) * 1.005) + (1 << 20)) >> 20}MiB"
         out += ["--model", str(model), "--topic-drift", "--batches", ",".join(map(str, self.batches)),
-                "--max-batch", str(self.most), "--hbm-bytes", f"{hbm >> 20}MiB",
+                "--max-batch", str(self.most), "--hbm-bytes", hbm,
                 "--dram-bytes", f"{self.dram_gib}GiB", "--budget", str(self.budget),
                 "--steps", str(self.steps), "--distinct", str(self.distinct),
                 "--statistics", str(self.statistics)]
         if self.given_batches:
             out.append("--given-batches")
+        if self.traffic:
+            out += ["--traffic", self.traffic, "--jump", str(self.jump)]
         if not self.trace:
             out.append("--no-trace")
         if self.drifts:
@@ -111,6 +120,14 @@ def _hgca_quality() -> tuple[str, ...]:
 HGCA_WINDOWS = ("full", *(f"hgca:beta=8:following={following}:window={window}"
                           for following, window in ((0, 512), (8, 512), (8, 2048), (8, 4096), (8, 8192), (8, 12288))))
 
+
+def _auto(name: str, contexts: tuple[int, ...], most: int = 16, **more) -> Run:
+    """Returns shapes, one for each context, in which auto is beside what it may take at quality fast."""
+    # A batch of `most` is the largest batch or does not fit, so that each policy decodes once.
+    return Run(name, ("auto", "full", "scout", "recall"), contexts, most=most, batches=(most,), statistics=0,
+               trace=False, steps=12, distinct=1, **{"layers": 8, "dram_gib": 40, **more})
+
+
 AnyRun = Run | LatentRun | ProfileRun
 PARTS: dict[str, list[AnyRun]] = {
     # Every policy at its largest batch and at the largest batch of full.
@@ -124,7 +141,27 @@ PARTS: dict[str, list[AnyRun]] = {
     # DRAM holds 21 sequences of 32K of the whole model.
     "batch32k": [Run("32k-half-the-layers", ("full", "scout"), (32768,), batches=(8, 16, 24, 32),
                      given_batches=True, most=32, layers=20, full_sequences=8)],
-    "equal": [Run("8k-batch-8", EVERYONE, (8192,), batches=(1, 8), given_batches=True, most=8,
+    # Eleven shapes at quality fast and one at quality high: few and many sequences, three geometries.
+    "auto": [_auto("qwen14b-two-of-64k", (2048, 8192, 32768, 65536)),
+             _auto("llama8b-four-sequences", (4096, 16384), model=LLAMA, most=4),
+             _auto("qwen8b-many", (2048, 8192, 32768), model=QWEN8, most=32, full_sequences=4),
+             _auto("qwen8b-all-fit", (4096, 16384), model=QWEN8, most=8, full_sequences=8.1),
+             replace(_auto("qwen14b-high", (32768,), more=("--auto-quality", "high")),
+                     policies=("auto", "full", "scout:budget=25%", "scout:budget=13%", "recall:budget=25%"))],
+    # All of the GPU's HBM instead of a cap that only full feels.
+    "equal": [Run("64k-two-contexts", ("full", "scout", "recall", "hgca"), (65536,), batches=(2, 4, 8, 10),
+                  given_batches=True, most=10, full_sequences=None, statistics=0, trace=False, steps=16),
+              Run("64k-one-context", ("full", "scout"), (65536,), batches=(8,), given_batches=True, most=8,
+                  full_sequences=None, statistics=0, trace=False, steps=16, distinct=1)],
+    "equal128k": [Run("128k", ("full", "scout", "recall", "hgca"), (129024,), batches=(2, 4), given_batches=True,
+                      most=4, full_sequences=None, statistics=0, trace=False, steps=16)],
+    # Topics that jump, lengths that differ, arrivals and ends: every step is timed by itself.
+    "jumps": [Run("jumps", ("full", "scout", "recall"), (2048, 8192, 32768, 65536), batches=(10,),
+                  given_batches=True, most=10, layers=20, full_sequences=10, dram_gib=60, statistics=0,
+                  traffic="steady,mixed,staggered", jump=48),
+              Run("jumps-capped", ("scout", "recall"), (65536,), batches=(10,), given_batches=True, most=10,
+                  full_sequences=2.5, statistics=0, traffic="steady", jump=48)],
+    "equal8k": [Run("8k-batch-8", EVERYONE, (8192,), batches=(1, 8), given_batches=True, most=8,
                   full_sequences=8, statistics=0)],
     "ablation": [Run("ablation", ("full", "scout", "scout-no-ahead", "scout-no-recall",
                                   "scout-no-ahead-no-recall"), (65536,), statistics=0)],

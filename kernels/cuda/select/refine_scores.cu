@@ -159,9 +159,12 @@ __device__ __forceinline__ void MakeLevels(uint32_t upper, uint32_t outer, uint3
 // The queries of up to 8 heads as B operands, in registers: bf16, scaled. A lane has elements
 // [4 c, 4 c + 4) of a segment, with c = lane % 4, and those 16 further: pair i is elements 4 c + i
 // and 16 + 4 c + i.
+//
+// `outer` is q times the outer level. Scores are in units of log 2, so that sums need no
+// multiplications.
 template <int segments>
 struct QueryOperands {
-  uint32_t pairs[segments][4];
+  uint32_t pairs[segments][4], outer[segments][4];
 
   __device__ void Load(const float* q, int heads, int dim, float scale) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -173,6 +176,7 @@ struct QueryOperands {
         const float a = lane / 4 < heads ? from[i] * scale : 0.0f;
         const float b = lane / 4 < heads ? from[16 + i] * scale : 0.0f;
         pairs[s][i] = PackBf16(a, b);
+        outer[s][i] = PackBf16(a * kOuterLevel, b * kOuterLevel);
       }
     }
   }
@@ -202,22 +206,21 @@ struct HeadScores {
       top_a = fmaxf(top_a, __shfl_xor_sync(0xffffffffu, top_a, other));
       top_b = fmaxf(top_b, __shfl_xor_sync(0xffffffffu, top_b, other));
     }
-    float sum_a = a.sum * Exponential(a.largest - top_a);
-    float sum_b = b.sum * Exponential(b.largest - top_b);
+    float sum_a = a.sum * Exp2(a.largest - top_a);
+    float sum_b = b.sum * Exp2(b.largest - top_b);
 #pragma unroll
     for (int other = 4; other < 32; other *= 2) {
       sum_a += __shfl_xor_sync(0xffffffffu, sum_a, other);
       sum_b += __shfl_xor_sync(0xffffffffu, sum_b, other);
     }
-    return {top_a + __logf(sum_a), top_b + __logf(sum_b)};
+    return {kLog2 * (top_a + __log2f(sum_a)), kLog2 * (top_b + __log2f(sum_b))};
   }
 
  private:
-  __device__ static float Exponential(float x) { return Exp2(x * 1.44269504f); }
+  static constexpr float kLog2 = 0.693147181f;
   __device__ __forceinline__ static void AddTwo(RunningSum& sum, float x, float y) {
     const float top = fmaxf(sum.largest, fmaxf(x, y));
-    sum.sum =
-        fmaf(sum.sum, Exponential(sum.largest - top), Exponential(x - top) + Exponential(y - top));
+    sum.sum = fmaf(sum.sum, Exp2(sum.largest - top), Exp2(x - top) + Exp2(y - top));
     sum.largest = top;
   }
 };
@@ -253,8 +256,7 @@ struct StagedBlock {
       for (int i = 0; i < 4; ++i) {
         const uint32_t range = SubtractPairs(b[i], a[i]);
         centers[i] = AddHalf(a[i], range);
-        ranges[s][i] = MultiplyPairs(
-            range, MultiplyPairs(queries.pairs[s][i], PackBf16(kOuterLevel, kOuterLevel)));
+        ranges[s][i] = MultiplyPairs(range, queries.outer[s][i]);
       }
       const uint32_t first[4] = {centers[0], centers[0], centers[1], centers[1]};
       const uint32_t second[4] = {centers[2], centers[2], centers[3], centers[3]};
@@ -268,16 +270,19 @@ struct StagedBlock {
     for (int tile = 0; tile < block_tokens; tile += kTileRows, row += kTileRows * kTokenBytes) {
       float sums[4] = {middle[0], middle[1], middle[0], middle[1]};
       float odd[4] = {};
+      // Words of the upper row and of the lower one: of the upper half, then of the outer quarters.
+      uint32_t words[2][2 * segments];
+#pragma unroll
+      for (int i = 0; i < segments / 2; ++i) {
+        LoadWords(row + 16 * i, words[0] + 4 * i);
+        LoadWords(row + 8 * kTokenBytes + 16 * i, words[1] + 4 * i);
+      }
 #pragma unroll
       for (int s = 0; s < segments; ++s) {
-        const auto word = [&](int of_row, int plane) {
-          const auto* const words =
-              reinterpret_cast<const uint32_t*>(row + of_row * 8 * kTokenBytes);
-          return words[plane * segments + s] << (12 - 4 * c);
-        };
         uint32_t upper_row[4], lower_row[4];
-        MakeLevels(word(0, 0), word(0, 1), upper_row);
-        MakeLevels(word(1, 0), word(1, 1), lower_row);
+        const int shift = 12 - 4 * c;
+        MakeLevels(words[0][s] << shift, words[0][segments + s] << shift, upper_row);
+        MakeLevels(words[1][s] << shift, words[1][segments + s] << shift, lower_row);
         const uint32_t first[4] = {upper_row[0], lower_row[0], upper_row[1], lower_row[1]};
         const uint32_t second[4] = {upper_row[2], lower_row[2], upper_row[3], lower_row[3]};
         MultiplyAdd(sums, first, ranges[s][0], ranges[s][1]);
@@ -288,6 +293,12 @@ struct StagedBlock {
       scores.Add(sums);
     }
     return scores.Reduce();
+  }
+
+ private:
+  __device__ __forceinline__ static void LoadWords(const unsigned char* from, uint32_t* to) {
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
   }
 };
 
@@ -388,7 +399,8 @@ __global__ void __launch_bounds__(kThreads)
   BlockQueue<segments> queue{p, list, slot, kv_head, begin + warp, end, stages, bytes, scores};
   for (int n = 0; n + 1 < kStages; ++n) queue.Start(n);
   QueryOperands<segments> queries;
-  queries.Load(p.q + row * p.q_stride + int64_t{kv_head} * group * dim, group, dim, p.scale);
+  queries.Load(p.q + row * p.q_stride + int64_t{kv_head} * group * dim, group, dim,
+               p.scale * 1.44269504f);
   for (int n = 0; begin + warp + n * kWarps < end; ++n) {
     const int i = begin + warp + n * kWarps;
     queue.Start(n + kStages - 1);
@@ -445,13 +457,13 @@ int SharedBytes(const RefineScoresParams& p, int parts) {
   return kWarps * kStages * bytes + KeptBytes(p, parts);
 }
 
-// Returns how many blocks share a list. In all there are two for each multiprocessor, if their
+// Returns how many blocks share a list. In all there are three for each multiprocessor, if their
 // shared memory suffices: branches have priority over the step's own stream, whose next kernel
 // would else wait for this one. The sums of a softmax are added by block, so there the number must
 // not depend on the rows.
 int PartsOf(const RefineScoresParams& p, int processors) {
   if (p.reduction == GroupReduction::kSoftmaxSum) return kScoreParts;
-  int parts = std::clamp(2 * processors / (p.rows * p.digests.kv_heads), 1, kScoreParts);
+  int parts = std::clamp(3 * processors / (p.rows * p.digests.kv_heads), 1, kScoreParts);
   while (parts < kScoreParts && SharedBytes(p, parts) > kMaxShared) ++parts;
   return parts;
 }

@@ -6,12 +6,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
-#include "src/bench/report/timing.h"
+#include "src/base/timing.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/device/kernel_set.h"
 #ifdef SLUICE_HAVE_CUDA
-#include "src/bench/harness/cuda/read_probe.h"
 #include "src/device/cuda/cuda_device.h"
+#include "src/device/cuda/read_probe.h"
 #endif
 
 namespace sluice::bench {
@@ -84,6 +84,20 @@ absl::StatusOr<std::unique_ptr<BenchDevice>> BenchDevice::Create(const Options& 
   }
 #endif
   return absl::InvalidArgumentError(absl::StrCat("--device: this build has no ", options.name));
+}
+
+absl::StatusOr<DeviceRates> BenchDevice::MeasureRates(int workers) {
+  // Larger than any cache. On the CPU device all memory is the host's.
+  const bool gpu = device().Memory().total_bytes > 0;
+  const size_t bytes = gpu ? size_t{1} << 30 : size_t{128} << 20;
+  RateOptions options;
+  options.workers = workers;
+  options.device_bytes = gpu ? 8 * bytes : bytes;
+  options.link_bytes = bytes / 4;
+  options.dram_bytes = 2 * bytes;
+  options.read_seconds = 0.3;
+  options.read_device = [this](size_t read) { return ReadRate(read); };
+  return MeasureDeviceRates(device(), options);
 }
 
 }  // namespace sluice::bench

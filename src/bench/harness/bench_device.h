@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "src/device/device.h"
+#include "src/device/memory_rates.h"
 
 namespace sluice::bench {
 
@@ -30,6 +31,10 @@ class BenchDevice {
   // Returns the bytes per second at which code that does nothing else reads `bytes` bytes of the
   // device's memory again and again: the median over a time long enough to be steady.
   virtual absl::StatusOr<double> ReadRate(size_t bytes) = 0;
+
+  // Measures the rates of the machine's memories; `workers` threads read DRAM together, as a
+  // policy's workers do.
+  absl::StatusOr<DeviceRates> MeasureRates(int workers);
 };
 
 }  // namespace sluice::bench

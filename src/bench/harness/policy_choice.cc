@@ -20,6 +20,7 @@ using Overlap = PolicyOptions::Ess::Overlap;
 using Selector = PolicyOptions::Oracle::Selector;
 
 constexpr char kMeanSelection[] = "hgca-mean";
+constexpr char kAuto[] = "auto";
 constexpr bool kSkip = true;
 
 struct Preset {
@@ -51,6 +52,7 @@ constexpr Preset kPresets[] = {
     {"ess-no-warm-up", "ess", [](PolicyOptions& o) { o.ess.warm_up = false; }},
     {"ess-no-lru", "ess", [](PolicyOptions& o) { o.ess.lru = false; }},
     {"offload-naive", "offload-naive", [](PolicyOptions&) {}},
+    {kAuto, kAuto, [](PolicyOptions&) {}},
 };
 
 struct Setting {
@@ -147,7 +149,7 @@ absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part)
   const std::string policy = given.setting->policy;
   const std::string of = preset.policy == std::string("offload-naive") ? "ess" : preset.policy;
   // The model determines the tokens that full and ess attend to.
-  if (policy.empty() ? of == "full" || of == "ess" : policy != of) {
+  if (policy.empty() ? of == "full" || of == "ess" || of == kAuto : policy != of) {
     return absl::InvalidArgumentError(
         absl::StrCat("policy ", preset.name, " has no '", sides.first, "'"));
   }
@@ -219,6 +221,8 @@ PolicyOptions WithPolicy(PolicyOptions options, const std::string& name) {
   }
   return options;
 }
+
+bool IsAuto(const std::string& name) { return name == kAuto; }
 
 bool WantsMeanSelection(const std::string& name) {
   return name == kMeanSelection || absl::StartsWith(name, absl::StrCat(kMeanSelection, ":"));

@@ -17,7 +17,8 @@ namespace sluice::bench {
 // without layer-ahead prediction, without recalls after the first, and without either; recall;
 // recall-fetch-all; hgca; hgca-mean, whose beta makes the CPU attend, on average, to as many tokens
 // as the budget leaves beside the window; oracle; oracle-digest, which selects by digests; and the
-// baselines that a selection must beat: ends (the first and the newest blocks) and random.
+// baselines that a selection must beat: ends (the first and the newest blocks) and random. auto
+// stands for the policy that a node would take (src/model/policy_auto.h).
 const std::vector<std::string>& PolicyNames();
 // Returns the settings that may follow a name, as in "hgca:beta=0.5:window=512", for help texts.
 const std::vector<std::string>& PolicySettings();
@@ -27,8 +28,11 @@ const std::vector<std::string>& PolicySettings();
 absl::StatusOr<std::vector<std::string>> ParsePolicies(const std::string& text);
 
 // Returns `options` with the policy of that name and its settings. A percentage (budget=20%) is a
-// share of options.max_context. REQUIRES: ParsePolicies accepted the name.
+// share of options.max_context. REQUIRES: ParsePolicies accepted the name, and it is not auto.
 PolicyOptions WithPolicy(PolicyOptions options, const std::string& name);
+
+// Returns whether the name is auto, which is resolved to another name before it runs.
+bool IsAuto(const std::string& name);
 
 // Returns whether the policy's beta must be found by its mean CPU selection.
 bool WantsMeanSelection(const std::string& name);

@@ -280,7 +280,7 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
   run.step = TimingOf(step);
   run.tpot_p50 = Percentile(gaps, 0.5);
   run.tpot_p99 = Percentile(gaps, 0.99);
-  run.step_bytes = BytesOfStep(*world.model, *policy, run.statistics, batch,
+  run.step_bytes = BytesOfStep(StepModel::Of(*world.model), *policy, run.statistics, batch,
                                run.context + 0.5 * kWindows * steps);
   if (trace == nullptr) return run;
   options.windows = 1;

@@ -10,13 +10,13 @@
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_options.h"
-#include "src/bench/harness/step_floor.h"
+#include "src/base/timing.h"
 #include "src/bench/harness/step_trace.h"
-#include "src/bench/report/timing.h"
 #include "src/bench/workload/context.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
+#include "src/model/step_traffic.h"
 
 namespace sluice::bench {
 
@@ -71,7 +71,8 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
 
 // The measurements of one run of a policy.
 struct PolicyRun {
-  std::string policy;
+  std::string policy;  // Its name on the command line.
+  std::string taken;   // The name that auto was resolved to; empty for other policies.
   int batch = 0;
   int context = 0;
   bool largest = false;  // The batch is the largest that the policy admits.
@@ -84,7 +85,7 @@ struct PolicyRun {
   // Counted in the windows alone, without the first steps.
   PolicyStatistics statistics;
   WorkerStatistics workers;
-  StepTraffic step_bytes;  // Bytes that a step must move.
+  MemoryTraffic step_bytes;  // Bytes that a step must move.
   int64_t budget_tokens = 0;
   int kv_heads = 0;
   bool latent = false;  // The model has latent caches.

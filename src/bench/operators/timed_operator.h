@@ -13,7 +13,7 @@
 #include "kernels/kernel_cases.h"
 #include "kernels/kernel_table.h"
 #include "kernels/latent_cases.h"
-#include "src/bench/report/timing.h"
+#include "src/base/timing.h"
 
 namespace sluice::bench {
 

@@ -9,11 +9,11 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "src/base/timing.h"
 #include "src/bench/harness/policy_run.h"
 #include "src/bench/harness/step_trace.h"
 #include "src/bench/overlap/overlap_trace.h"
 #include "src/bench/overlap/transfer_alone.h"
-#include "src/bench/report/timing.h"
 #include "src/bench/workload/context.h"
 
 namespace sluice::bench {

@@ -7,7 +7,7 @@
 
 #include "src/attention/latent/latent_views.h"
 #include "src/base/status_macros.h"
-#include "src/bench/report/timing.h"
+#include "src/base/timing.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice::bench {

@@ -3,6 +3,7 @@
 // bytes each moves and leaves to the CPU, and how far its logits are from those of full attention.
 #include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <set>
@@ -19,12 +20,13 @@
 #include "src/bench/harness/bench_device.h"
 #include "src/bench/harness/policy_choice.h"
 #include "src/bench/harness/policy_run.h"
-#include "src/bench/harness/step_floor.h"
+#include "src/bench/policies/auto_run.h"
 #include "src/bench/policies/latent_report.h"
 #include "src/bench/policies/policies_options.h"
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/policies/policy_quality.h"
 #include "src/bench/policies/quality_report.h"
+#include "src/bench/policies/traffic_report.h"
 #include "src/bench/policies/workload_statistics.h"
 #include "src/bench/report/run_clock.h"
 #include "src/bench/report/subcommand.h"
@@ -71,6 +73,7 @@ class PoliciesBench {
       out_.Print(absl::StrCat("\n== ", WorkloadName(options_, drift), "\n"));
     }
     if (options_.quality) return RunQuality();
+    if (!options_.traffic.empty()) return RunTraffics();
     for (const int64_t context : options_.contexts) {
       SLUICE_RETURN_IF_ERROR(RunContext(static_cast<int>(context)));
     }
@@ -92,10 +95,10 @@ class PoliciesBench {
     if (options_.quality) return absl::OkStatus();
     clock_.Begin("rates");
     SLUICE_ASSIGN_OR_RETURN(rates_,
-                            MeasureRates(*bench_device_, static_cast<int>(options_.workers)));
+                            bench_device_->MeasureRates(static_cast<int>(options_.workers)));
     clock_.Pause();
-    report_.details["rates"] = ToJson(rates_);
-    out_.Print(RatesText(rates_, static_cast<int>(options_.workers)));
+    report_.details["rates"] = ToJson(rates_.memory);
+    out_.Print(RatesText(rates_.memory, static_cast<int>(options_.workers)));
     return absl::OkStatus();
   }
 
@@ -141,9 +144,8 @@ class PoliciesBench {
     if (tiers_ == nullptr) {
       clock_.Begin("pools");
       SLUICE_ASSIGN_OR_RETURN(
-          tiers_,
-          BenchTiers::Create(*world_.device, static_cast<int64_t>(*ParseBytes(options_.hbm_bytes)),
-                             static_cast<int64_t>(*ParseBytes(options_.dram_bytes))));
+          tiers_, BenchTiers::Create(*world_.device, HbmBytesOf(options_, *world_.device),
+                                     static_cast<int64_t>(*ParseBytes(options_.dram_bytes))));
     }
     clock_.Pause();
     return tiers_->Cut(&world_, "full");
@@ -155,6 +157,7 @@ class PoliciesBench {
     drift.seed = static_cast<uint64_t>(options_.seed);
     drift.topics = static_cast<int>(options_.topics);
     drift.segment = static_cast<int>(options_.segment);
+    drift.jump = static_cast<int>(options_.jump);
     drift.max_context =
         static_cast<int>(*std::max_element(options_.contexts.begin(), options_.contexts.end()));
     return drift;
@@ -240,9 +243,11 @@ class PoliciesBench {
     }
     if (options_.runs) out_.Print("\n" + RunHeader());
     std::vector<PolicyRun> runs;
+    std::optional<AutoRun> taken;
     absl::Status health;
     for (const std::string& policy : policies_) {
-      const absl::Status status = RunOnePolicy(policy, contexts, &runs);
+      const absl::Status status = IsAuto(policy) ? RunAuto(policy, contexts, &taken, &runs)
+                                                 : RunOnePolicy(policy, policy, contexts, &runs);
       if (status.ok()) continue;
       clock_.Pause();
       out_.Print(absl::StrCat(policy, ": ", status.ToString(), "\n"));
@@ -259,17 +264,35 @@ class PoliciesBench {
     if (!runs.empty()) out_.Print("\n" + FloorHeader());
     for (const PolicyRun& run : runs) {
       const PolicyRun* const base = full == runs.end() ? nullptr : &*full;
-      out_.Print(FloorLine(run, rates_, base));
-      report_.details["runs"][next_json_++].update(FloorJson(run, rates_, base));
+      out_.Print(FloorLine(run, rates_.memory, base));
+      report_.details["runs"][next_json_++].update(FloorJson(run, rates_.memory, base));
     }
     out_.Print(ScoutRatios(runs));
+    if (taken.has_value()) {
+      out_.Print(AutoDistanceText(*taken, runs));
+      report_.details["auto"].push_back(AutoJson(*taken, runs));
+    }
     out_.Print(MissesText(runs));
     latent_report_.Finish(runs);
     return health;
   }
 
-  absl::Status RunOnePolicy(const std::string& policy, const std::vector<Context>& contexts,
-                            std::vector<PolicyRun>* runs) {
+  // Takes a policy as a node would, and runs it under the name auto.
+  absl::Status RunAuto(const std::string& label, const std::vector<Context>& contexts,
+                       std::optional<AutoRun>* taken, std::vector<PolicyRun>* runs) {
+    const int context = static_cast<int>(contexts[0].tokens.size());
+    clock_.Begin("choice of auto");
+    SLUICE_ASSIGN_OR_RETURN(
+        *taken, TakePolicy(*tiers_, &world_, rates_, QualityOf(options_.auto_quality), context,
+                           context + RunTokens()));
+    clock_.Pause();
+    out_.Print((*taken)->text);
+    return RunOnePolicy(label, (*taken)->name, contexts, runs);
+  }
+
+  // Runs the policy of that name; reports call it `label`.
+  absl::Status RunOnePolicy(const std::string& label, const std::string& policy,
+                            const std::vector<Context>& contexts, std::vector<PolicyRun>* runs) {
     const int context = static_cast<int>(contexts[0].tokens.size());
     SLUICE_RETURN_IF_ERROR(tiers_->Cut(&world_, policy));
     PolicyWorld world = world_;
@@ -306,6 +329,8 @@ class PoliciesBench {
       run.largest = batch == largest;
       run.admission = admission;
       run.beta = world.options.hgca.beta;
+      run.policy = label;
+      if (label != policy) run.taken = policy;
       out_.Print(RunLine(run));
       report_.figures.push_back(RunFigure(run));
       if (options_.drifts.size() > 1)
@@ -324,6 +349,23 @@ class PoliciesBench {
     clock_.Pause();
     // Writes the results so far, so that they survive a later failure.
     return options_.out.empty() ? absl::OkStatus() : WriteFolder();
+  }
+
+  absl::Status RunTraffics() {
+    std::vector<int64_t> lengths = options_.contexts;
+    std::sort(lengths.begin(), lengths.end());
+    std::vector<Context> contexts;
+    for (const int64_t length : lengths) {
+      SLUICE_ASSIGN_OR_RETURN(std::vector<Context> made, Contexts(static_cast<int>(length)));
+      std::move(made.begin(), made.end(), std::back_inserter(contexts));
+    }
+    out_.Print("\n" + TrafficHeader());
+    for (const std::string& policy : policies_) {
+      SLUICE_RETURN_IF_ERROR(
+          traffic_report_.Run(*tiers_, &world_, policy, contexts, lengths.size()));
+      if (!options_.out.empty()) SLUICE_RETURN_IF_ERROR(WriteFolder());
+    }
+    return absl::OkStatus();
   }
 
   absl::Status RunQuality() {
@@ -393,11 +435,12 @@ class PoliciesBench {
   std::unique_ptr<BenchDevice> bench_device_;
   RunClock clock_;
   LatentReport latent_report_{options_, out_, &report_, &clock_};
+  TrafficReport traffic_report_{options_, out_, &report_, &clock_};
   double drift_ = 0;
   std::unique_ptr<Model> model_;
   std::optional<Model::Options> twin_;  // Set if a twin computes the contexts.
   std::unique_ptr<BenchTiers> tiers_;
-  StepTraffic rates_;
+  DeviceRates rates_;
   std::optional<QualityTexts> texts_;
   PolicyWorld world_;
   size_t next_json_ = 0;           // The first of details["runs"] without its floor.

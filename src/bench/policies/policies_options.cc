@@ -1,5 +1,7 @@
 #include "src/bench/policies/policies_options.h"
 
+#include <algorithm>
+
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -7,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "src/bench/harness/policy_choice.h"
+#include "src/bench/policies/traffic_report.h"
 #include "src/bench/report/flags.h"
 #include "src/config/units.h"
 #include "src/model/model_config.h"
@@ -49,6 +52,16 @@ scout:interval=8. These settings exist in this bench alone:
   rank=N               (recall) elements of a partial key
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
 
+--traffic times every step of sequences that do not march alike. steady: all have the longest of --contexts.
+mixed: they have all of --contexts in turn. staggered: half begin together and end one by one, and the others arrive
+while they decode. --jump N makes the workload's path jump to another topic every N tokens. The table has the gaps
+between a sequence's tokens, and over the median step: the steps that were fed another topic, the three steps after
+each, and the steps beside a sequence that waits for its first token.
+
+auto is what sluice-server --policy auto would take for --max-batch sequences of each context, at the quality of
+--auto-quality: exact (full or ess), high (budgets of an eighth to a quarter of the context) or fast (--budget). The
+report has the forecast of each candidate and how far auto is from the best of the others of that quality.
+
 --topic-drift reads config.json alone and makes a model and contexts whose attention is sparse and drifts.
 --statistics N first measures the workload over N steps: how well queries are predicted, how fast the important
 blocks change, and which share of policy scout's budget the CPU attends to if nothing is recalled. If --drift
@@ -76,6 +89,8 @@ constexpr char kExamples[] =
   sluice-bench policies --model models/smollm2-135m-instruct --quality --texts texts.json
   sluice-bench policies --model M --quality --texts texts.json --quality-texts 0 --passkeys 24 --budget-shares 25
   sluice-bench policies --model configs/models/topic-drift-small --topic-drift --statistics 16 --dense-layers 0
+  sluice-bench policies --model configs/models/topic-drift-small --topic-drift --contexts 512,2048 --batches 4 \
+      --traffic steady,mixed,staggered --jump 24
   sluice-bench policies --device cuda --model configs/models/qwen3-14b --topic-drift --contexts 65536 \
       --distinct 2 --hbm-bytes 21GiB --dram-bytes 110GiB --budget 2048 --dense-layers 0 --workers 14
   sluice-bench policies --model configs/models/topic-drift-indexer-small --topic-drift --paths 4 \
@@ -95,6 +110,7 @@ std::optional<std::string> Wrong(const PoliciesBenchOptions& o) {
                                     {"--forecast-dram", o.forecast_dram},
                                     {"--forecast-hbm", o.forecast_hbm}}) {
     if (absl::StartsWith(flag, "--forecast") && value.empty()) continue;
+    if (flag == absl::string_view("--hbm-bytes") && value == "auto") continue;
     if (!ParseBytes(value).has_value()) {
       return absl::StrCat(flag, " takes a size such as 256MiB, but is '", value, "'");
     }
@@ -109,6 +125,17 @@ std::optional<std::string> Wrong(const PoliciesBenchOptions& o) {
   }
   if (!o.latent && (o.overlap || !o.forced_misses.empty())) {
     return "--overlap and --misses are for models with latent caches and an indexer";
+  }
+  if (o.jump > 0 && (!o.topic_drift || o.latent)) {
+    return "--jump needs --topic-drift and a model with keys and values";
+  }
+  if (!o.traffic.empty()) {
+    if (const auto traffics = ParseTraffics(o.traffic); !traffics.ok()) {
+      return absl::StrCat("--traffic: ", traffics.status().message());
+    }
+    if (o.quality || o.overlap || !o.forced_misses.empty()) {
+      return "--traffic excludes --quality, --overlap and --misses";
+    }
   }
   if (o.block_tokens % 16 != 0) return "--block-tokens takes a multiple of 16";
   for (const int64_t batch : o.batches) {
@@ -135,7 +162,11 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
                           "; a name may be followed by :KEY=VALUE, where KEY is one of ",
                           absl::StrJoin(PolicySettings(), ", ")),
              &o->policies);
-  flags.Text("hbm-bytes", "SIZE", "HBM for KV caches, the same for each policy", &o->hbm_bytes);
+  flags.Choice("auto-quality", {"exact", "high", "fast"}, "what policy auto may take",
+               &o->auto_quality);
+  flags.Text("hbm-bytes", "SIZE",
+             "HBM for KV caches, the same for each policy; auto: nine tenths of what is free",
+             &o->hbm_bytes);
   flags.Text("dram-bytes", "SIZE", "DRAM for host KV caches, the same for each policy",
              &o->dram_bytes);
   flags.Integers("contexts", "tokens of each sequence's context", 32, 1 << 20, &o->contexts);
@@ -178,6 +209,11 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
   flags.Number("sharpness", "logit of two equal embeddings", 0, 1000, &o->drift.sharpness);
   flags.Integer("topics", "topics of the path", 1, 1 << 20, &o->topics);
   flags.Integer("segment", "consecutive tokens of the path in a context", 1, 1 << 20, &o->segment);
+  flags.Integer("jump", "tokens of the path between jumps to other topics; 0: none", 0, 1 << 20,
+                &o->jump);
+  flags.Text("traffic", "A,B,C",
+             "run steady, mixed or staggered sequences of --contexts at --batches, timed by step",
+             &o->traffic);
   flags.Number("slowest", "drift of the slowest path (models with an indexer)", 0, 1,
                &o->latent_drift.slowest);
   flags.Number("fastest", "drift of the fastest path (models with an indexer)", 0, 1,
@@ -234,7 +270,21 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
   absl::StatusOr<std::vector<std::string>> parsed = ParsePolicies(o->policies);
   if (!parsed.ok()) return Usage(absl::StrCat("--policies: ", parsed.status().message()));
   *policies = *std::move(parsed);
+  const bool plain_runs =
+      !o->quality && !o->overlap && o->forced_misses.empty() && o->traffic.empty();
+  if (!plain_runs && std::any_of(policies->begin(), policies->end(), IsAuto)) {
+    return Usage("--policies: auto is not for --quality, --overlap, --misses and --traffic");
+  }
   return std::nullopt;
+}
+
+int64_t HbmBytesOf(const PoliciesBenchOptions& o, const Device& device) {
+  if (const auto given = ParseBytes(o.hbm_bytes); given.has_value()) {
+    return static_cast<int64_t>(*given);
+  }
+  const Device::DeviceMemory memory = device.Memory();
+  if (memory.total_bytes == 0) return int64_t{1} << 30;  // The host's memory is everyone's.
+  return memory.free_bytes - std::max(memory.free_bytes / 10, int64_t{4} << 30);
 }
 
 std::string WorkloadName(const PoliciesBenchOptions& o, double drift) {
@@ -248,9 +298,10 @@ std::string WorkloadName(const PoliciesBenchOptions& o, double drift) {
   }
   return absl::StrFormat(
       "topic drift (drift %g, noise %g, head change %g, layer change %g, sharpness %g, %d topics, "
-      "segments of %d, seed %d)",
+      "segments of %d, seed %d)%s",
       drift, o.drift.noise, o.drift.head_change, o.drift.layer_change, o.drift.sharpness, o.topics,
-      o.segment, o.seed);
+      o.segment, o.seed,
+      o.jump > 0 ? absl::StrCat(", jumps every ", o.jump, " tokens") : std::string());
 }
 
 }  // namespace sluice::bench

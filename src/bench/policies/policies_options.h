@@ -10,11 +10,13 @@
 #include "src/bench/report/subcommand.h"
 #include "src/bench/workload/latent_drift.h"
 #include "src/bench/workload/topic_drift.h"
+#include "src/device/device.h"
 
 namespace sluice::bench {
 
 struct PoliciesBenchOptions {
   std::string device = "cpu", model, kernels = "auto", policies = "full,scout,recall,hgca,oracle";
+  std::string auto_quality = "fast";  // What policy auto may take.
   std::string policy_profile, texts, json, out, hbm_bytes = "256MiB", dram_bytes = "2GiB";
   bool dummy = false, quality = false, topic_drift = false, no_recall = false, largest = true,
        trace = true;
@@ -23,7 +25,8 @@ struct PoliciesBenchOptions {
   int64_t paths = 8;
   bool latent = false;         // The model has latent caches.
   std::vector<double> drifts;  // Run one after the other.
-  int64_t topics = 256, segment = 96, statistics = 0;
+  int64_t topics = 256, segment = 96, jump = 0, statistics = 0;
+  std::string traffic;  // Traffics to run (traffic_report.h) instead of equal sequences.
   int64_t threads = 0, workers = 1, steps = 16, most = 16, seed = 1, distinct = 4;
   int64_t budget = 512, dense_layers = 2, block_tokens = 32, hgca_window = 512;
   int64_t quality_texts = 12, quality_steps = 256, passkeys = 72;
@@ -44,6 +47,10 @@ struct PoliciesBenchOptions {
 // Reads the command line. Returns the exit status if there is nothing to measure.
 std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBenchOptions* options,
                                        std::vector<std::string>* policies);
+
+// Returns the HBM for caches: what is given, or for auto what is free on the device, of which a
+// tenth, and 4 GiB at least, are left to the policies' tables.
+int64_t HbmBytesOf(const PoliciesBenchOptions& options, const Device& device);
 
 // Returns the description of the decoded workload, for reports.
 std::string WorkloadName(const PoliciesBenchOptions& options, double drift);

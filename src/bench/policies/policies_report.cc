@@ -62,6 +62,7 @@ json RunJson(const PolicyRun& run) {
                       {"hit_rate", layer.HitRate()}});
   }
   json out = {{"policy", run.policy},
+              {"taken", run.taken},
               {"context", run.context},
               {"batch", run.batch},
               {"largest", run.largest},
@@ -89,11 +90,18 @@ json RunJson(const PolicyRun& run) {
   return out;
 }
 
-std::string RatesText(const StepTraffic& rates, int workers) {
+std::string RatesText(const MemoryTraffic& rates, int workers) {
   return absl::StrFormat(
       "rates in this run: HBM %.0f GB/s; link %.1f GB/s to the device, %.1f back; DRAM %.0f GB/s "
       "read by %d threads\n",
       rates.hbm / 1e9, rates.to_device / 1e9, rates.to_host / 1e9, rates.dram / 1e9, workers);
+}
+
+json ToJson(const MemoryTraffic& traffic) {
+  return {{"hbm", traffic.hbm},
+          {"to_device", traffic.to_device},
+          {"to_host", traffic.to_host},
+          {"dram", traffic.dram}};
 }
 
 namespace {
@@ -102,7 +110,7 @@ namespace {
 struct Ratios {
   double measured = 0, floors = 0;
 };
-Ratios RatiosOf(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full) {
+Ratios RatiosOf(const PolicyRun& run, const MemoryTraffic& rates, const PolicyRun* full) {
   if (full == nullptr) return {};
   const auto ideal = [&](const PolicyRun& r) {
     return r.batch / FloorOf(r.step_bytes, rates).seconds;
@@ -118,7 +126,7 @@ std::string FloorHeader() {
                          "bound", "of floor", "x full", "floors x", "reached");
 }
 
-std::string FloorLine(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full) {
+std::string FloorLine(const PolicyRun& run, const MemoryTraffic& rates, const PolicyRun* full) {
   const StepFloor floor = FloorOf(run.step_bytes, rates);
   std::string out = absl::StrFormat(
       "%-24s %8d %6d%s %10.1f %8.2f %8.2f %8.2f %9.3f %6s %8.1f%%", run.policy, run.context,
@@ -176,7 +184,7 @@ std::string MissesText(const std::vector<PolicyRun>& runs) {
   return out;
 }
 
-json FloorJson(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full) {
+json FloorJson(const PolicyRun& run, const MemoryTraffic& rates, const PolicyRun* full) {
   const StepFloor floor = FloorOf(run.step_bytes, rates);
   json out = {{"step_bytes", ToJson(run.step_bytes)},
               {"floor_seconds", floor.seconds},

@@ -19,7 +19,8 @@ Figure RunFigure(const PolicyRun& run);
 nlohmann::json RunJson(const PolicyRun& run);
 
 // Returns the rates from which floors are computed; `workers` threads read DRAM.
-std::string RatesText(const StepTraffic& rates, int workers);
+std::string RatesText(const MemoryTraffic& rates, int workers);
+nlohmann::json ToJson(const MemoryTraffic& traffic);
 std::string FloorHeader();
 // Returns lines with policy scout's tokens/s over each other policy's, each at its largest batch
 // and at equal batches; empty without scout.
@@ -31,8 +32,8 @@ std::string SelectionOverlapText(const std::vector<double>& layers, int context)
 std::string MissesText(const std::vector<PolicyRun>& runs);
 // `full` is the run of policy full at its largest batch, with which the others are compared; null
 // if there is none.
-std::string FloorLine(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full);
-nlohmann::json FloorJson(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full);
+std::string FloorLine(const PolicyRun& run, const MemoryTraffic& rates, const PolicyRun* full);
+nlohmann::json FloorJson(const PolicyRun& run, const MemoryTraffic& rates, const PolicyRun* full);
 
 // `shares` is the result of MeasureShares.
 std::string StatisticsText(const WorkloadStatistics& statistics,

@@ -14,8 +14,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "src/base/timing.h"
 #include "src/bench/report/machine.h"
-#include "src/bench/report/timing.h"
 
 namespace sluice::bench {
 

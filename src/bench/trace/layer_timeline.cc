@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "src/bench/report/timing.h"
+#include "src/base/timing.h"
 
 namespace sluice::bench {
 namespace {

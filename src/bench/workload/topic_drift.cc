@@ -35,7 +35,7 @@ class TopicDriftSource : public WeightSource {
   TopicDriftSource(const ModelConfig& config, const TopicDrift& options, std::vector<bool> slow)
       : config_(config),
         options_(options),
-        path_{options.seed, "", options.topics, options.drift, options.noise},
+        path_{options.seed, "", options.topics, options.drift, options.noise, options.jump},
         slow_(std::move(slow)),
         plain_(DummyWeights(config)),
         topic_dims_(config.hidden_size - config.hidden_size / kIdentityFraction) {}

@@ -1,6 +1,9 @@
 // The topic-drift workload: a formula gives a model of any geometry attention that is sparse and
 // moves as the papers measured it, without training (design, section 10).
 //
+// With `jump` set the path leaves its topic at once every so many tokens, and a decode that walks
+// along it jumps when it is fed token k * jump.
+//
 // The vocabulary is a path: token v's embedding is the topic that the path has reached at v, plus
 // noise of its own, and every 1 / drift tokens the path has turned into another of a few hundred
 // topics, which come back. W_q of a group's heads is W_k plus a small change, and both see nearly
@@ -52,7 +55,8 @@ struct TopicDrift {
   double layer_change = 0.25;  // Approximate size of a layer's addition relative to the residual.
   double sharpness = 12;       // Logit of two equal embeddings.
   int segment = 96;            // Consecutive tokens of the path in a context.
-  int max_context = 4096;      // Tokens over which RoPE must hardly turn the topics' dimensions.
+  int jump = 0;            // Tokens of the path between jumps to other topics; 0: it only drifts.
+  int max_context = 4096;  // Tokens over which RoPE must hardly turn the topics' dimensions.
 };
 
 // INVALID_ARGUMENT: the model's geometry does not suit: it has a tied head, or no pair of

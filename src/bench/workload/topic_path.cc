@@ -17,7 +17,10 @@ void AddUniformRow(const std::string& name, uint64_t seed, int64_t row, double f
 }
 
 void TopicPath::Add(int64_t token, absl::Span<double> out) const {
-  const double at = static_cast<double>(token) * drift;
+  // A prime number of topics further on: topics of knots follow from the knots' numbers alone.
+  constexpr double kJumpKnots = 4099;
+  const double jumps = jump > 0 ? static_cast<double>(token / jump) : 0;
+  const double at = static_cast<double>(token) * drift + jumps * kJumpKnots;
   const double knot = std::floor(at);
   const double angle = (at - knot) * M_PI / 2;
   const double factor = 1 / std::sqrt(1 + noise * noise);

@@ -16,6 +16,7 @@ struct TopicPath {
   int topics = 256;
   double drift = 0.01;  // Fraction of the way to the next topic per token.
   double noise = 0.05;  // A token's own part; its topic's part is 1.
+  int jump = 0;         // Tokens between jumps to an unrelated topic; 0: the path never jumps.
 
   // Adds to `out` the topic that the path has reached at `token` and the token's noise: elements of
   // variance 1.

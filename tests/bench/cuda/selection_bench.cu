@@ -27,7 +27,7 @@ using namespace kernels;  // NOLINT: this file is about them
 constexpr int32_t kHeads = 40, kKvHeads = 8, kHeadDim = 128, kBlockTokens = 32;
 constexpr int32_t kRowsOfPage = 32;  // digest rows, 16 KiB of each head
 constexpr int64_t kRowBytes = int64_t{4} * kHeadDim;
-constexpr int32_t kShortlist = 256, kCodesOfPage = 512;  // blocks, tokens
+constexpr int32_t kShortlist = 128, kCodesOfPage = 512;  // blocks, tokens
 constexpr int64_t kCodeBytes = int64_t{kHeadDim} / 4;
 constexpr int64_t kPageBytes = kKvHeads * kRowsOfPage * kRowBytes;
 
@@ -160,7 +160,7 @@ class Bench {
           }));
   }
 
-  // Times scores of key codes, of a shortlist of 256 blocks in each list.
+  // Times scores of key codes, of a shortlist of 128 blocks in each list.
   void Refine(int rows, int context, GroupReduction reduction, const char* what) {
     const std::string name = "refined scores, " + std::to_string(rows) + " x " +
                              std::to_string(context >> 10) + "K, " + what;

@@ -3,9 +3,10 @@
 
 #include "src/bench/harness/policy_choice.h"
 #include "src/bench/harness/policy_run.h"
-#include "src/bench/harness/step_floor.h"
+#include "src/bench/policies/auto_run.h"
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/trace/layer_timeline.h"
+#include "src/model/step_traffic.h"
 
 namespace sluice::bench {
 namespace {
@@ -41,12 +42,14 @@ TEST_CASE("a policy's name may carry settings of that policy") {
   CHECK_FALSE(WithPolicy(options, "scout-no-ahead-no-recall").scout.layer_ahead);
   CHECK_FALSE(WithPolicy(options, "scout-no-ahead-no-recall").scout.recall);
   CHECK(WithPolicy(options, "hgca-mean").name == "hgca");
+  CHECK(IsAuto("auto"));
+  CHECK_FALSE(ParsePolicies("auto:budget=512").ok());  // A node chooses the budget.
   CHECK(WantsMeanSelection("hgca-mean:window=64"));
   CHECK_FALSE(WantsMeanSelection("hgca"));
 }
 
 TEST_CASE("the floor of a step is its longest memory's") {
-  StepTraffic rates;
+  MemoryTraffic rates;
   rates.hbm = 100;
   rates.to_device = rates.to_host = 10;
   rates.dram = 20;
@@ -62,7 +65,7 @@ TEST_CASE("the floor of a step is its longest memory's") {
 }
 
 TEST_CASE("a run is compared with full at its largest batch") {
-  StepTraffic rates;
+  MemoryTraffic rates;
   rates.hbm = rates.to_device = rates.to_host = rates.dram = 100;
   PolicyRun full, run;
   full.batch = 2;
@@ -77,6 +80,45 @@ TEST_CASE("a run is compared with full at its largest batch") {
   CHECK(j["of_floor_ratio"].get<double>() == Approx(1.6));
   CHECK(j["of_floor"].get<double>() == Approx(0.8));
   CHECK_FALSE(FloorJson(run, rates, nullptr).contains("over_full"));
+}
+
+TEST_CASE("auto is compared with the best of the policies of its quality") {
+  AutoRun taken;
+  taken.ask = {Quality::kHigh, 10, 65536, 40};
+  taken.name = "scout:budget=8192";
+  for (const char* policy : {"full", "scout", "recall"}) {
+    taken.candidates.emplace_back().of.policy = policy;
+  }
+  taken.candidates[1].of.budget_tokens = 8192;
+  taken.choice.verdicts.resize(3);
+  taken.choice.verdicts[1].tokens_per_second = 95;
+  taken.choice.taken = 1;
+  std::vector<PolicyRun> runs;
+  const auto run = [&](const char* policy, int64_t budget, int batch, bool largest) {
+    PolicyRun& made = runs.emplace_back();
+    made.policy = policy;
+    made.budget_tokens = budget;
+    made.context = 65536;
+    made.batch = batch;
+    made.largest = largest;
+    made.step.median = 0.1;  // Ten tokens/s of each sequence.
+  };
+  run("auto", 8192, 9, true);
+  CHECK(AutoDistanceText(taken, runs).empty());
+  run("full", 2048, 2, true);
+  run("scout", 2048, 20, true);    // Its budget is too small.
+  run("oracle", 16384, 30, true);  // No node takes it.
+  run("scout:budget=16384", 16384, 10, true);
+  run("recall:budget=16384", 16384, 40, false);
+  CHECK(AutoJson(taken, runs)["of_best"].get<double>() == Approx(0.9));
+  CHECK(AutoJson(taken, runs)["best"] == "scout:budget=16384");
+  CHECK_FALSE(AutoJson(taken, runs)["took_the_best"].get<bool>());
+  CHECK_THAT(AutoDistanceText(taken, runs), Catch::Contains("MORE THAN 5 % BELOW IT"));
+  taken.candidates[1].of.budget_tokens = 16384;
+  CHECK(AutoJson(taken, runs)["took_the_best"].get<bool>());
+  CHECK_THAT(AutoDistanceText(taken, runs), Catch::Contains("the same policy"));
+  taken.ask.quality = Quality::kExact;
+  CHECK(AutoJson(taken, runs)["of_best"].get<double>() == Approx(4.5));
 }
 
 TEST_CASE("a timeline shows three layers from what each begins with") {

@@ -232,6 +232,19 @@ TEST_CASE("a setting of another program is refused as a flag and passed over els
       absl::StrContains(Refusal({"--config", wrong.path()}, {}, "sluice-prefill"), ":2) must be"));
 }
 
+TEST_CASE("a quality is refused beside a policy by name") {
+  CHECK(Loaded({"--model=m", "--policy=auto", "--quality=high"}).config.quality() == "high");
+  CHECK(Loaded({"--model=m", "--policy=auto"}).config.quality() == "exact");
+  CHECK(Refusal({"--model=m", "--policy=scout"}, {{"SLUICE_QUALITY", "fast"}}) ==
+        "quality (SLUICE_QUALITY) is for policy auto, and policy is scout (--policy): set policy "
+        "to auto, or leave quality out");
+  CHECK(absl::StrContains(Refusal({"--model=m", "--quality=high"}), "policy is full (default)"));
+  // What --check-config prints has the default, and reads back.
+  CHECK(Loaded({"--model=m", "--policy=scout", "--quality=exact"}).config.policy() == "scout");
+  CHECK(absl::StartsWith(Refusal({"--model=m", "--policy=auto", "--quality=best"}),
+                         "quality (--quality) must be"));
+}
+
 TEST_CASE("a default may be empty in one program, which takes the setting all the same") {
   CHECK(Loaded({"--model=m"}).config.admin_listen() == "127.0.0.1:7001");
   CHECK(Loaded({"--model=m"}, {}, "sluice-prefill").config.admin_listen().empty());

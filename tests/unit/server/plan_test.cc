@@ -4,7 +4,10 @@
 #include <cstdlib>
 
 #include "src/kv/page_pool.h"
+#include "src/model/policy_forecast.h"
+#include "src/model/weight_source.h"
 #include "src/server/model_setup.h"
+#include "src/server/planning_device.h"
 #include "tests/fixtures/fixtures.h"
 
 namespace sluice {
@@ -90,6 +93,11 @@ Config TinyNode() {
   config.set_scout_share_limit(0.12);
   config.set_policy_worker_deadline_seconds(1);
   return config;
+}
+
+// Bytes of HBM that hold `tokens` tokens of one sequence.
+uint64_t TinyKvBytes(const PlanInput& plan, int64_t tokens) {
+  return static_cast<uint64_t>(plan.layout.BytesFor(tokens));
 }
 
 TEST_CASE("the plan asks for what a node asks for") {
@@ -233,6 +241,84 @@ TEST_CASE("the plan has the policies that a server can be given") {
       CAPTURE(policy.name);
       CHECK((policy.name != "oracle" && policy.name != "offload-naive"));
     }
+  }
+}
+
+TEST_CASE("policy auto plans its candidates, and the plan is of the one that it takes") {
+  Config config = TinyNode();
+  config.set_policy("auto");
+  for (const char* quality : {"exact", "high", "fast"}) {
+    config.set_quality(quality);
+    config.set_hbm_bytes(8 << 20);
+    const auto plan = PlanOf(config);
+    INFO(plan.status());
+    REQUIRE(plan.ok());
+    INFO(plan->auto_text);
+    CHECK(plan->policy != "auto");
+    CHECK_THAT(plan->auto_text, Catch::Contains("policy auto, quality " + std::string(quality)));
+    CHECK_THAT(FormatPlan(*plan), Catch::Contains(plan->auto_text));
+    CHECK_THAT(*CheckedPolicy(config), Catch::Contains("policy auto, quality"));
+    // Without a place for one whole sequence of 700 tokens: exact has nothing to take.
+    config.set_hbm_bytes(TinyKvBytes(*plan, 600));
+    const auto small = PlanOf(config);
+    INFO(small.status());
+    if (std::string(quality) == "exact") {
+      CHECK(small.status().code() == absl::StatusCode::kFailedPrecondition);
+    } else if (small.ok()) {
+      CHECK(small->policy != "full");
+    }
+  }
+  config.set_policy("full");
+  CHECK(CheckedPolicy(config)->empty());
+  CHECK(PlanOf(config)->auto_text.empty());
+}
+
+TEST_CASE("the forecasts of a plan are near what an H200 was measured at") {
+  // policies/measured.md: Qwen3-14B's geometry at 64K, a cap of two whole sequences.
+  Config config = TinyNode();
+  config.set_model(SLUICE_SOURCE_DIR "/configs/models/qwen3-14b");
+  config.set_load_format("dummy");
+  config.set_max_context(65536);
+  config.set_max_sequences(10);
+  config.set_budget_tokens(2048);
+  config.set_dense_layers(0);
+  config.set_hbm_bytes(uint64_t{20653} << 20);
+  config.set_dram_bytes(uint64_t{110} << 30);
+  config.set_hgca_window_tokens(512);
+  config.set_policy_workers(14);
+  DeviceRates rates;
+  rates.memory = {4290e9, 55e9, 55e9, 116e9};
+  rates.operator_seconds = 2e-6;
+  struct Measured {
+    const char* policy;
+    int64_t running;
+    double tokens_per_second;
+  };
+  for (const Measured& m :
+       {Measured{"full", 2, 147}, Measured{"scout", 10, 916}, Measured{"recall", 10, 510}}) {
+    config.set_policy(m.policy);
+    INFO(m.policy);
+    const auto device = NewDevice(config);
+    REQUIRE(device.ok());
+    Model::Options options;
+    options.directory = config.model();
+    options.max_context = 65536;
+    options.max_rows = 74;
+    options.max_logits = 10;
+    options.weights = [](const ModelConfig& shape) { return WeightShapes(shape); };
+    const auto planning = NewPlanningDevice(device->get());
+    const auto model = Model::Load(options, planning.get());
+    REQUIRE(model.ok());
+    const auto found = FindMemory(**device);
+    REQUIRE(found.ok());
+    const auto policy = PlanConfiguredPolicy(config, **model, *found, device->get());
+    INFO(policy.status());
+    REQUIRE(policy.ok());
+    REQUIRE(policy->status.ok());
+    CHECK(policy->rooms.back().running == m.running);
+    const StepForecast step = ForecastStep(m.policy, policy->step_bytes, 40, rates);
+    CHECK(static_cast<double>(m.running) / step.seconds ==
+          Approx(m.tokens_per_second).epsilon(0.12));
   }
 }
 

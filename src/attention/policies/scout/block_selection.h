@@ -45,8 +45,8 @@ inline constexpr size_t kScoutKeyCodes = 1;
 
 // The shortlist holds so many budgets, but no fewer than so many tokens: digests alone are a poor
 // judge of a block (README.md), and shorter lists save no time.
-inline constexpr int32_t kScoutShortlistBudgets = 4;
-inline constexpr int32_t kScoutShortlistTokens = 8192;
+inline constexpr int32_t kScoutShortlistBudgets = 2;
+inline constexpr int32_t kScoutShortlistTokens = 4096;
 
 class BlockSelection {
  public:

@@ -8,6 +8,7 @@
 #include "src/base/error.h"
 #include "src/device/cuda/cuda_device.h"
 #include "src/device/cuda/cuda_machine.h"
+#include "src/device/cuda/read_probe.h"
 #include "src/device/kernel_set.h"
 #include "tests/support/device.h"
 #include "tests/test_main.h"
@@ -81,6 +82,19 @@ TEST_CASE("a model that an operator would refuse is refused by name (cuda)", "[d
   refuses({4096, 400000, 32, 128}, "vocab_size");
   refuses({4096, 151936, 32, 72}, "head_dim");
   refuses({4096, 151936, 32, 512}, "head_dim");
+}
+
+TEST_CASE("the probe reads a GPU's memory at a rate that it can have (cuda)", "[device][cuda]") {
+  const auto device = testing::TestDevice("cuda", /*threads=*/1);
+  if (absl::IsNotFound(device.status())) return SkipTest(std::string(device.status().message()));
+  REQUIRE(device.ok());
+  constexpr size_t kWindow = size_t{256} << 20;
+  const auto window = (*device)->Allocate(MemoryKind::kDevice, kWindow, "a window");
+  REQUIRE(window.ok());
+  const double rate = CudaReadRate(window->data(), kWindow, 8 * kWindow);
+  CHECK(rate > 100e9);
+  CHECK(rate < 20e12);
+  CHECK((*device)->Health().ok());
 }
 
 TEST_CASE("a failing operator is named by the device's health", "[device][cuda]") {

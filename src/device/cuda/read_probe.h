@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <string>
 
-namespace sluice::bench {
+namespace sluice {
 
 // Returns the bytes per second at which a kernel that only reads gets through `bytes` bytes: each
 // launch reads the next piece of the `window` bytes of device memory at `data`, over and over, and
@@ -15,4 +15,4 @@ double CudaReadRate(const void* data, size_t window, size_t bytes);
 // Returns the GPU's name, such as "NVIDIA H100 80GB HBM3".
 std::string CudaGpuName();
 
-}  // namespace sluice::bench
+}  // namespace sluice

@@ -1,4 +1,5 @@
-// Timing, huge-page memory and a crew of spinning threads for the benches.
+// Timing, huge-page memory and a crew of spinning threads, for benches and for the calibration at a
+// node's start.
 #pragma once
 
 #include <atomic>
@@ -9,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-namespace sluice::bench {
+namespace sluice {
 
 // Zeroed memory, aligned to 2 MiB, on huge pages where the system has them.
 class HugeBuffer {
@@ -71,4 +72,4 @@ Timing Measure(double seconds, const std::function<void()>& call);
 // reads its own part.
 Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, size_t bytes, double seconds);
 
-}  // namespace sluice::bench
+}  // namespace sluice

@@ -1,4 +1,4 @@
-#include "src/bench/harness/cuda/read_probe.h"
+#include "src/device/cuda/read_probe.h"
 
 #include <cuda_runtime_api.h>
 
@@ -8,7 +8,7 @@
 
 #include "kernels/cuda/common/launch.h"
 
-namespace sluice::bench {
+namespace sluice {
 namespace {
 
 constexpr int kRounds = 9;
@@ -68,4 +68,4 @@ std::string CudaGpuName() {
   return cudaGetDeviceProperties(&properties, 0) == cudaSuccess ? properties.name : "unknown";
 }
 
-}  // namespace sluice::bench
+}  // namespace sluice

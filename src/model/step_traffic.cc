@@ -1,74 +1,22 @@
-#include "src/bench/harness/step_floor.h"
+#include "src/model/step_traffic.h"
 
 #include <algorithm>
-#include <memory>
-#include <vector>
 
-#include "src/base/status_macros.h"
-#include "src/bench/report/timing.h"
-
-namespace sluice::bench {
-namespace {
-
-constexpr int kCopies = 7;
-constexpr double kReadSeconds = 0.3;
-
-// Returns the seconds of a copy between two memories.
-double CopySeconds(Device& device, void* target, const void* source, size_t bytes) {
-  const std::unique_ptr<Stream> stream = device.NewStream(Device::StreamKind::kCopy);
-  const std::unique_ptr<TimedEvent> begin = device.NewTimedEvent(), end = device.NewTimedEvent();
-  std::vector<double> seconds;
-  for (int i = 0; i < kCopies; ++i) {
-    stream->Record(*begin);
-    stream->Copy(target, source, bytes);
-    stream->Record(*end);
-    end->Wait();
-    begin->Wait();
-    seconds.push_back(absl::ToDoubleSeconds(end->Since(*begin)));
-  }
-  return TimingOf(seconds).median;
-}
-
-}  // namespace
-
-absl::StatusOr<StepTraffic> MeasureRates(BenchDevice& bench, int threads) {
-  Device& device = bench.device();
-  // Larger than any cache. On the CPU device all memory is the host's.
-  const bool gpu = device.Memory().total_bytes > 0;
-  const size_t bytes = gpu ? size_t{1} << 30 : size_t{128} << 20;
-  StepTraffic rates;
-  SLUICE_ASSIGN_OR_RETURN(rates.hbm, bench.ReadRate(gpu ? 8 * bytes : bytes));
-  {
-    SLUICE_ASSIGN_OR_RETURN(const Buffer there,
-                            device.Allocate(MemoryKind::kDevice, bytes / 4, "a probe of the link"));
-    SLUICE_ASSIGN_OR_RETURN(const Buffer here,
-                            device.Allocate(MemoryKind::kPinned, bytes / 4, "a probe of the link"));
-    const auto copied = static_cast<double>(there.bytes());
-    rates.to_device = copied / CopySeconds(device, there.data(), here.data(), there.bytes());
-    rates.to_host = copied / CopySeconds(device, here.data(), there.data(), there.bytes());
-    SLUICE_RETURN_IF_ERROR(device.Health());
-  }
-  const HugeBuffer buffer(2 * bytes);
-  Crew crew(threads);
-  rates.dram =
-      static_cast<double>(2 * bytes) / MeasureRead(crew, buffer, 2 * bytes, kReadSeconds).median;
-  return rates;
-}
-
+namespace sluice {
 namespace {
 
 // Returns the bytes of a step of a model with latent caches. A row reads its index keys and the
 // entries that it attends to.
-StepTraffic BytesOfLatentStep(const Model& model, const PolicyStatistics& statistics, int batch,
-                              double tokens) {
-  const ModelConfig& c = model.config();
-  const CacheLayout& layout = model.cache_layout();
+MemoryTraffic BytesOfLatentStep(const StepModel& model, const PolicyStatistics& statistics,
+                                int batch, double tokens) {
+  const ModelConfig& c = model.config;
+  const CacheLayout& layout = model.layout;
   const auto entry = static_cast<double>(layout.kinds[0].bytes_per_token);
   const double key =
       layout.kinds.size() > 1 ? static_cast<double>(layout.kinds[1].bytes_per_token) : 0;
   const double selected =
       c.latent->indexer.has_value() ? std::min<double>(c.latent->indexer->top_k, tokens) : tokens;
-  StepTraffic sum;  // Of one row, until the return.
+  MemoryTraffic sum;  // Of one row, until the return.
   for (int layer = 0; layer < c.layers; ++layer) {
     sum.hbm += entry + key + tokens * key + selected * entry;
     const auto at = static_cast<size_t>(layer);
@@ -81,17 +29,17 @@ StepTraffic BytesOfLatentStep(const Model& model, const PolicyStatistics& statis
     sum.to_device += missed;
   }
   const auto weights =
-      static_cast<double>(model.weight_bytes() - int64_t{c.vocab_size} * c.hidden_size * 2);
+      static_cast<double>(model.weight_bytes - int64_t{c.vocab_size} * c.hidden_size * 2);
   return {weights + batch * sum.hbm, batch * sum.to_device, batch * sum.to_host, 0};
 }
 
 }  // namespace
 
-StepTraffic BytesOfStep(const Model& model, AttentionPolicy& policy,
-                        const PolicyStatistics& statistics, int batch, double tokens) {
-  const ModelConfig& c = model.config();
+MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
+                          const PolicyStatistics& statistics, int batch, double tokens) {
+  const ModelConfig& c = model.config;
   if (c.latent.has_value()) return BytesOfLatentStep(model, statistics, batch, tokens);
-  const CacheKind& kv = model.cache_layout().kinds[0];
+  const CacheKind& kv = model.layout.kinds[0];
   const auto unit = static_cast<double>(kv.bytes_per_token);  // K and V of one token and head.
   const double own = kv.heads * unit;                         // The row's own token.
   const double values = sizeof(float) * static_cast<double>(c.heads);
@@ -99,8 +47,8 @@ StepTraffic BytesOfStep(const Model& model, AttentionPolicy& policy,
   const auto q_weights = 2.0 * c.hidden_size * c.heads * c.head_dim;
   const int64_t embedding = c.tie_word_embeddings ? 0 : int64_t{c.vocab_size} * c.hidden_size * 2;
 
-  StepTraffic sum;  // Of one row, until the return.
-  double shared = static_cast<double>(model.weight_bytes() - embedding);
+  MemoryTraffic sum;  // Of one row, until the return.
+  double shared = static_cast<double>(model.weight_bytes - embedding);
   for (int layer = 0; layer < c.layers; ++layer) {
     sum.hbm += own;
     if (!statistics.layers.empty()) sum.to_host += own;
@@ -129,7 +77,7 @@ StepTraffic BytesOfStep(const Model& model, AttentionPolicy& policy,
   return {shared + batch * sum.hbm, batch * sum.to_device, batch * sum.to_host, batch * sum.dram};
 }
 
-StepFloor FloorOf(const StepTraffic& bytes, const StepTraffic& rates) {
+StepFloor FloorOf(const MemoryTraffic& bytes, const MemoryTraffic& rates) {
   const double link = std::max(bytes.to_device / rates.to_device, bytes.to_host / rates.to_host);
   StepFloor floor{bytes.hbm / rates.hbm, "HBM"};
   if (link > floor.seconds) floor = {link, "link"};
@@ -137,11 +85,4 @@ StepFloor FloorOf(const StepTraffic& bytes, const StepTraffic& rates) {
   return floor;
 }
 
-nlohmann::json ToJson(const StepTraffic& traffic) {
-  return {{"hbm", traffic.hbm},
-          {"to_device", traffic.to_device},
-          {"to_host", traffic.to_host},
-          {"dram", traffic.dram}};
-}
-
-}  // namespace sluice::bench
+}  // namespace sluice

@@ -1,5 +1,5 @@
 // The minimum of bytes that a decode step under a policy must move, and the time that takes at the
-// rates of this machine's memories, measured in this run.
+// rates of a machine's memories.
 //
 // HBM: the weights once (except for an embedding's other rows), W_q again in each layer whose
 // queries are predicted, the metadata that selection reads, the resident K and V that are attended
@@ -10,39 +10,38 @@
 // step, so the floor is the longest of them.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <cstdint>
 #include <string>
 
-#include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_statistics.h"
-#include "src/bench/harness/bench_device.h"
+#include "src/device/memory_rates.h"
+#include "src/kv/cache_layout.h"
 #include "src/model/model.h"
+#include "src/model/model_config.h"
 
-namespace sluice::bench {
+namespace sluice {
 
-// Bytes per second, or bytes.
-struct StepTraffic {
-  double hbm = 0;
-  double to_device = 0;
-  double to_host = 0;
-  double dram = 0;  // Bytes read.
+// The parts of a model that a step's bytes follow from.
+struct StepModel {
+  const ModelConfig& config;
+  const CacheLayout& layout;
+  int64_t weight_bytes = 0;
+
+  static StepModel Of(const Model& model) {
+    return {model.config(), model.cache_layout(), model.weight_bytes()};
+  }
 };
 
-// Measures the rates. `threads` threads read DRAM together, as the workers do.
-absl::StatusOr<StepTraffic> MeasureRates(BenchDevice& bench, int threads);
-
 // Returns the bytes of a step of `batch` sequences of `tokens` tokens each. `statistics` says what
-// was selected and where it lay.
-StepTraffic BytesOfStep(const Model& model, AttentionPolicy& policy,
-                        const PolicyStatistics& statistics, int batch, double tokens);
+// was selected, or is expected to be, and where it lay.
+MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
+                          const PolicyStatistics& statistics, int batch, double tokens);
 
 struct StepFloor {
   double seconds = 0;
-  std::string bound;  // The memory that sets it: "HBM", "link" or "DRAM".
+  std::string bound;  // the memory that sets it: "HBM", "link" or "DRAM"
 };
-StepFloor FloorOf(const StepTraffic& bytes, const StepTraffic& rates);
+StepFloor FloorOf(const MemoryTraffic& bytes, const MemoryTraffic& rates);
 
-nlohmann::json ToJson(const StepTraffic& traffic);
-
-}  // namespace sluice::bench
+}  // namespace sluice

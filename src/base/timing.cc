@@ -1,4 +1,4 @@
-#include "src/bench/report/timing.h"
+#include "src/base/timing.h"
 
 #include <sys/mman.h>
 
@@ -11,7 +11,7 @@
 
 #include "src/base/status_macros.h"
 
-namespace sluice::bench {
+namespace sluice {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
@@ -112,4 +112,4 @@ Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, size_t bytes, double se
   return Measure(seconds, [&] { crew.Run(job); });
 }
 
-}  // namespace sluice::bench
+}  // namespace sluice
