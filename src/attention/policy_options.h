@@ -53,7 +53,7 @@ struct PolicyOptions {
   absl::Duration worker_deadline = absl::Seconds(1);
 
   struct Scout {
-    float share_limit = 0.12f;       // beta: largest share of the budget that the CPU attends to
+    float share_limit = 0.06f;       // beta: largest share of the budget that the CPU attends to
     std::vector<int32_t> intervals;  // steps between recalls, by layer; empty: a controller decides
     // False, for benches: blocks are selected by their digests alone, as published.
     bool key_codes = true;
