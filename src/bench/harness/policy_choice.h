@@ -15,9 +15,10 @@ namespace sluice::bench {
 // Returns the names. All models: full. Models with latent caches: ess, its variants with one fixed
 // overlap schedule or without one of its ideas, and offload-naive. Other models: scout; scout
 // without layer-ahead prediction, without recalls after the first, and without either; recall;
-// recall-fetch-all; hgca; hgca-mean, whose beta makes the CPU attend, on average, to as many tokens
-// as the budget leaves beside the window; oracle; oracle-digest, which selects by digests; and the
-// baselines that a selection must beat: ends (the first and the newest blocks) and random.
+// recall-paper, as InfiniGen is published; recall-fetch-all, which keeps nothing in HBM; hgca;
+// hgca-mean, whose beta makes the CPU attend, on average, to as many tokens as the budget leaves
+// beside the window; oracle; oracle-digest, which selects by digests; and the baselines that a
+// selection must beat: ends (the first and the newest blocks) and random.
 const std::vector<std::string>& PolicyNames();
 // Returns the settings that may follow a name, as in "hgca:beta=0.5:window=512", for help texts.
 const std::vector<std::string>& PolicySettings();
