@@ -79,7 +79,7 @@ struct PolicyOptions {
     // False, for benches: queries are predicted from the input of the layer before alone, as
     // published.
     bool drift = true;
-    int rank = 0;  // elements of a partial key; 0: a quarter of head_dim
+    int rank = 0;  // elements of a partial key; 0: the projection's, or half of head_dim
     // [layers][kv_heads][head_dim][rank], from sluice-profile. Empty: plain columns, namely those
     // of the pairs that RoPE turns slowest (policies/recall/projection.h).
     std::vector<float> projection;

@@ -167,7 +167,7 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, int budget, float margin, 
   if (margin != kNoMargin) options.recall.margin = margin;  // The default has none.
   options.recall.fetch_all = fetch_all;
   const auto policy = MakePolicy(options);
-  const int rank = shape.head_dim / 4;
+  const int rank = shape.head_dim / 2;
   const std::vector<float> projection = PlainProjection({1, shape.kv_heads, shape.head_dim, rank});
   const int context = 12 * shape.block_tokens + 5;
   const uint64_t seed = TestSeed();
