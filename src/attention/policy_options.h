@@ -71,9 +71,15 @@ struct PolicyOptions {
   } scout;
 
   struct Recall {
-    float margin = 4.5f;  // alpha: scores that are lower than the largest by more are not fetched
-    bool fetch_all = false;  // true: nothing stays resident from step to step
-    int rank = 0;            // elements of a partial key; 0: a quarter of head_dim
+    // Alpha: tokens whose score is lower than the largest by more are not selected, even where the
+    // budget has room for them. 0: there is no margin, so that the whole budget is selected.
+    float margin = 0;
+    // True, for benches: nothing stays resident from step to step, as published.
+    bool fetch_all = false;
+    // False, for benches: queries are predicted from the input of the layer before alone, as
+    // published.
+    bool drift = true;
+    int rank = 0;  // elements of a partial key; 0: the projection's, or half of head_dim
     // [layers][kv_heads][head_dim][rank], from sluice-profile. Empty: plain columns, namely those
     // of the pairs that RoPE turns slowest (policies/recall/projection.h).
     std::vector<float> projection;

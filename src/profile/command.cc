@@ -354,7 +354,7 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Number("hgca-share", "share of the attention outside that window that is to be selected", 0,
                1, &o.hgca_share);
   flags.Switch("skew", "make a projection for policy recall", &o.skew);
-  flags.Integer("rank", "columns of the projection; 0: a quarter of head_dim", 0, 4096, &o.rank);
+  flags.Integer("rank", "columns of the projection; 0: half of head_dim", 0, 4096, &o.rank);
   flags.Integer("skew-tokens",
                 "tokens whose queries the projection is made from, spread over the prompts", 64,
                 1 << 20, &o.skew_tokens);

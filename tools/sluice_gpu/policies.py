@@ -24,7 +24,7 @@ LLAMA, QWEN8 = "configs/models/llama-3-8b", "configs/models/qwen3-8b"
 SMALL = "configs/models/topic-drift-small"
 WINDOWS = 4  # measured windows of sluice-bench policies
 SPARE_TOKENS = 67  # tokens that it decodes before its windows and may decode after them
-EVERYONE = ("full", "scout", "recall-fetch-all", "hgca-mean", "recall", "hgca")
+EVERYONE = ("full", "scout", "recall-paper", "hgca-mean", "recall", "hgca")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ PARTS: dict[str, list[AnyRun]] = {
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
     # One GPU of a host with 256 GiB.
     "big64k": [Run("64k-256gib", ("full", "scout"), (65536,), batches=(2,), most=24, dram_gib=220)],
-    "budgets": [Run("contexts", ("full", "scout", "scout:budget=1024", "recall-fetch-all", "hgca-mean"),
+    "budgets": [Run("contexts", ("full", "scout", "scout:budget=1024", "recall-paper", "hgca-mean"),
                     (8192, 16384, 32768, 65536), most=48, statistics=0, trace=False)],
     "blocks": [Run(f"blocks-{block}", ("full", "scout", "scout:budget=1024"), (32768,), most=24,
                    block_tokens=block, statistics=8, trace=False) for block in (16, 32, 64)],
@@ -168,7 +168,7 @@ PARTS: dict[str, list[AnyRun]] = {
     # recall-fetch-all with the whole context shows what it costs to load the whole cache to the GPU.
     # The largest batch of each window; then batch 1; the paper's table of beta by window is a part of its own.
     "hgca": [Run("window-64k", HGCA_WINDOWS, (65536,), statistics=0, trace=False, steps=16, batches=(2,)),
-             Run("batch-1", ("full", "hgca", "hgca-mean", "recall-fetch-all:budget=100%:margin=1000"),
+             Run("batch-1", ("full", "hgca", "hgca-mean", "recall-fetch-all:budget=100%"),
                  (4096, 16384), given_batches=True, most=1, full_sequences=4, statistics=0, trace=False)],
     "hgca-quality": [Run("quality", _hgca_quality(), (2048,), quality=True, dense_layers=0,
                          more=("--budget-shares", "25", "--quality-texts", "4", "--quality-steps", "64",
@@ -176,7 +176,7 @@ PARTS: dict[str, list[AnyRun]] = {
     # Every text and every pass key of tools/sluice texts, at both budgets.
     "quality": [Run("quality", ("full", "scout", "recall", "hgca", "oracle"), (4096,), quality=True, dense_layers=2,
                     more=("--hbm-bytes", "640MiB"))],
-    "drift": [Run("drift", ("scout", "recall", "recall-fetch-all"), (32768,), batches=(4,), given_batches=True,
+    "drift": [Run("drift", ("scout", "recall", "recall-paper"), (32768,), batches=(4,), given_batches=True,
                   most=4, drifts=(0.005, 0.01, 0.014, 0.02, 0.04), distinct=1, steps=32, trace=False,
                   dram_gib=24)],
     **LATENT_PARTS,

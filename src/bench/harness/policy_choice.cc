@@ -38,6 +38,12 @@ constexpr Preset kPresets[] = {
     {"scout-no-ahead-no-recall", "scout",
      [](PolicyOptions& o) { o.scout.layer_ahead = o.scout.recall = false; }},
     {"recall", "recall", [](PolicyOptions&) {}},
+    {"recall-paper", "recall",
+     [](PolicyOptions& o) {
+       o.recall.fetch_all = true;
+       o.recall.drift = false;
+       o.recall.margin = 4.5f;  // the alpha that the paper gives for most models
+     }},
     {"recall-fetch-all", "recall", [](PolicyOptions& o) { o.recall.fetch_all = true; }},
     {"hgca", "hgca", [](PolicyOptions&) {}},
     {kMeanSelection, "hgca", [](PolicyOptions&) {}},

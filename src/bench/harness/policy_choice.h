@@ -13,12 +13,13 @@
 namespace sluice::bench {
 
 // Returns the names. All models: full. Models with latent caches: ess, its variants with one fixed
-// overlap schedule or without one of its ideas, and offload-naive. Other models: scout; scout
-// without layer-ahead prediction, without recalls after the first, and without either; recall;
-// recall-fetch-all; hgca; hgca-mean, whose beta makes the CPU attend, on average, to as many tokens
-// as the budget leaves beside the window; oracle; oracle-digest, which selects by digests; and the
-// baselines that a selection must beat: ends (the first and the newest blocks) and random. auto
-// stands for the policy that a node would take (src/model/policy_auto.h).
+// overlap schedule or without one of its ideas, and offload-naive. Other models: scout;
+// scout-paper, as it is published; scout without layer-ahead prediction, without recalls after the
+// first, and without either; recall; recall-paper, as InfiniGen is published; recall-fetch-all,
+// which keeps nothing in HBM; hgca; hgca-mean, whose beta makes the CPU attend, on average, to as
+// many tokens as the budget leaves beside the window; oracle; oracle-digest, which selects by
+// digests; and the baselines that a selection must beat: ends (the first and the newest blocks) and
+// random. auto stands for the policy that a node would take (src/model/policy_auto.h).
 const std::vector<std::string>& PolicyNames();
 // Returns the settings that may follow a name, as in "hgca:beta=0.5:window=512", for help texts.
 const std::vector<std::string>& PolicySettings();

@@ -81,6 +81,12 @@ TEST_CASE("policies are named, once each, and a wrong name meets the nearest") {
   CHECK(fetch_all.name == "recall");
   CHECK(fetch_all.recall.fetch_all);
   CHECK_FALSE(WithPolicy({}, "recall").recall.fetch_all);
+  const PolicyOptions paper = WithPolicy({}, "recall-paper");
+  CHECK(paper.name == "recall");
+  CHECK(paper.recall.fetch_all);
+  CHECK_FALSE(paper.recall.drift);
+  CHECK(paper.recall.margin == 4.5f);
+  CHECK(WithPolicy({}, "recall-paper:margin=0").recall.margin == 0);
   CHECK(WithPolicy({}, "ends").oracle.selector == PolicyOptions::Oracle::Selector::kEnds);
   CHECK(WithPolicy({}, "random").oracle.selector == PolicyOptions::Oracle::Selector::kRandom);
 }

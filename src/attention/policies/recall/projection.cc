@@ -32,7 +32,7 @@ absl::StatusOr<int32_t> ProjectionRank(int64_t layers, int64_t kv_heads, int64_t
         "recall rank: expected 1 to the model's head_dim of ", head_dim, ", found ", rank));
   }
   if (elements == 0) {
-    return static_cast<int32_t>(rank > 0 ? rank : std::max<int64_t>(head_dim / 4, 1));
+    return static_cast<int32_t>(rank > 0 ? rank : std::max<int64_t>(head_dim / 2, 1));
   }
   const int64_t columns = layers * kv_heads * head_dim;  // numbers in a projection of rank 1
   if (elements % columns != 0 || elements / columns > head_dim) {

@@ -23,8 +23,8 @@ struct ProjectionShape {
 std::vector<float> PlainProjection(const ProjectionShape& shape);
 
 // Returns the rank of a projection of `elements` numbers, or of plain columns (`elements` 0):
-// `rank` if it is set, else a quarter of head_dim. INVALID_ARGUMENT: no rank fits, or the one that
-// is set does not.
+// `rank` if it is set, else half of head_dim: a quarter of the plain columns loses facts
+// (README.md). INVALID_ARGUMENT: no rank fits, or the one that is set does not.
 absl::StatusOr<int32_t> ProjectionRank(int64_t layers, int64_t kv_heads, int64_t head_dim,
                                        int64_t elements, int64_t rank);
 

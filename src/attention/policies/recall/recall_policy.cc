@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,14 +30,16 @@ class RecallPolicy : public OffloadPolicy {
   ~RecallPolicy() override { AwaitWarmUps(); }
 
   bool LooksAhead(int layer) const override { return !tier().dense(layer); }
+  bool FollowsDrift() const override { return options().recall.drift; }
 
   PolicyStatistics Statistics() const override { return workspace_.counters->Sum(); }
   int64_t MetadataBytes(int64_t tokens) const override {  // partial keys
     return tokens * shape_.kv_heads * shape_.rank * SizeOf(kernels::DType::kBFloat16);
   }
 
-  // Speculation and prefetch (InfiniGen, 4.3): selects the tokens whose partial score comes within
-  // the margin of the largest, and fetches all of them to HBM.
+  // Speculation and prefetch (InfiniGen, 4.3): selects the tokens with the highest partial scores,
+  // where there is a margin only those that come within it of the largest, and fetches all of them
+  // to HBM.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Score(stream, layer, predicted);
     Select(stream, predicted);
@@ -198,7 +201,8 @@ class RecallPolicy : public OffloadPolicy {
     params.k = capacities_.selected;
     // Tokens in the ring are in HBM anyway, so attending to them costs no fetch.
     params.last_units = static_cast<int32_t>(kRingBlocks * tier().block_tokens());
-    params.margin = options().recall.margin;
+    params.margin = options().recall.margin > 0 ? options().recall.margin
+                                                : std::numeric_limits<float>::infinity();
     kernels().TopK(stream, params);
   }
 

@@ -164,10 +164,10 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, int budget, float margin, 
   PolicyRig rig(shape, make);
   PolicyOptions options = rig.Options();
   options.budget_tokens = budget;
-  options.recall.margin = margin;
+  if (margin != kNoMargin) options.recall.margin = margin;  // The default has none.
   options.recall.fetch_all = fetch_all;
   const auto policy = MakePolicy(options);
-  const int rank = shape.head_dim / 4;
+  const int rank = shape.head_dim / 2;
   const std::vector<float> projection = PlainProjection({1, shape.kv_heads, shape.head_dim, rank});
   const int context = 12 * shape.block_tokens + 5;
   const uint64_t seed = TestSeed();
@@ -392,6 +392,15 @@ TEST_CASE("plain columns are the slowest pairs of RoPE") {
   const std::vector<float> odd = PlainProjection({1, 1, 8, 3}), all = PlainProjection({1, 1, 8, 8});
   CHECK(std::count(odd.begin(), odd.end(), 1.0f) == 3);
   for (size_t i = 0; i < 64; ++i) CHECK(all[i] == (i % 9 == 0 ? 1.0f : 0.0f));
+}
+
+TEST_CASE("queries follow the drift of the residual unless a bench switches it off") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 0));
+  PolicyOptions options = rig.Options();
+  CHECK(MakePolicy(options)->kv_attention()->FollowsDrift());
+  options.recall.drift = false;
+  CHECK_FALSE(MakePolicy(options)->kv_attention()->FollowsDrift());
 }
 
 TEST_CASE("recall: options out of range are refused by name") {
