@@ -1,11 +1,12 @@
 // Scores of shortlisted blocks from their key codes.
 //
 // The kernel moves, for each block of the shortlist, its digest, 4 * head_dim bytes, and the codes
-// of its tokens, head_dim / 4 bytes each: 1.5 KB for blocks of 32 and a head_dim of 128, 31 MB for
-// 10 rows of Qwen3-14B (80 lists of 256 blocks), 7 us at 4.1 TB/s. The work is to make operands of
-// codes: some 450 instructions a warp and block, 9 M for those lists, 10 us if every scheduler of
-// an H200 issued one in every cycle. It runs beside products, which leave the schedulers idle but
-// little room: a block has 128 threads and some 20 KB of shared memory.
+// of its tokens, head_dim / 4 bytes each: 1.5 KB for blocks of 32 and a head_dim of 128, 16 MB for
+// 10 rows of Qwen3-14B (80 lists of 128 blocks), 4 us at 4.1 TB/s. The work is to make operands of
+// codes: some 500 instructions a warp and block, of which 320 are integer operations at half the
+// rate, 5 M for those lists. That is 9 us if every scheduler of an H200 were busy; measured alone:
+// 27 us (README.md). It runs beside products, which leave little room: a block has 128 threads and
+// some 20 KB of shared memory.
 //
 // A warp takes a block at a time, and the next two are on their way to shared memory meanwhile. The
 // score of a token is q * middle, the same for all of a block, + sum of (q * range) * level. The
