@@ -81,7 +81,7 @@ struct StepCost {
   bool dram_adds;
 };
 constexpr StepCost kCosts[] = {
-    {"full", 0.93, 10, false}, {"scout", 0.93, 19, false}, {"recall", 0.60, 19, false},
+    {"full", 0.93, 10, false}, {"scout", 0.85, 19, false}, {"recall", 0.54, 19, false},
     {"hgca", 0.60, 16, true},  {"ess", 0.80, 24, false},
 };
 

@@ -66,11 +66,11 @@ TEST_CASE("forecasts are near the steps that an H200 was measured at") {
     const char* policy;
     double hbm_gb, dram_gb, step_ms;
   };
-  // Qwen3-14B's geometry, 64K at batch 2, 10 and 2, then 8K at batch 8: bytes by the formulas of
-  // step_traffic.h, times of policies/measured.md.
-  for (const Measured& m : {Measured{"full", 49.5, 0, 13.6}, Measured{"scout", 36.5, 0.3, 10.8},
-                            Measured{"scout", 31.3, 0.06, 9.1}, Measured{"recall", 46.8, 0, 19.5},
-                            Measured{"full", 38.7, 0, 10.4}, Measured{"scout", 32.8, 0.2, 9.4}}) {
+  // Qwen3-14B's geometry, 64K at batch 2, 10, 2 and 6, 8K at batch 8, and 64K at batch 8: bytes by
+  // the formulas of step_traffic.h, times of policies/measured.md.
+  for (const Measured& m : {Measured{"full", 49.5, 0, 13.6}, Measured{"scout", 37.3, 0.2, 12.27},
+                            Measured{"scout", 31.5, 0.04, 9.61}, Measured{"recall", 48.2, 0, 22.5},
+                            Measured{"full", 38.7, 0, 10.4}, Measured{"recall", 54.3, 0, 26.7}}) {
     const StepForecast step =
         ForecastStep(m.policy, {m.hbm_gb * kGB, 0, 0, m.dram_gb * kGB}, 40, Rates());
     INFO(m.policy << ", " << m.hbm_gb << " GB");
@@ -85,9 +85,9 @@ TEST_CASE(
   DeviceRates rates = Rates();
   rates.operator_seconds = 0;
   const double apart = ForecastStep("scout", bytes, 1, rates).seconds;
-  CHECK(ForecastStep("hgca", bytes, 1, rates).seconds > 2 * apart);
+  CHECK(ForecastStep("hgca", bytes, 1, rates).seconds > 1.8 * apart);
   rates.one_memory = true;
-  CHECK(ForecastStep("scout", bytes, 1, rates).seconds == Approx(apart + 0.1 / 116 / 0.93));
+  CHECK(ForecastStep("scout", bytes, 1, rates).seconds == Approx(apart + 0.1 / 116 / 0.85));
   CHECK(ForecastStep("scout", {0, 0, 0, 1 * kGB}, 1, Rates()).bound == "DRAM");
 }
 
