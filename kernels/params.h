@@ -70,7 +70,7 @@ struct EmbeddingParams {
   int32_t rows;
 };
 
-// What a norm that is a layer's first operator also does for its first `rows` rows, which are
+// A norm that is a layer's first operator may look ahead for its first `rows` rows, which are
 // decode rows: it predicts the norm of the next layer's input, from which that layer's queries can
 // be predicted. A sequence's *drift* at a layer is the mean of how its decode rows' x differs
 // between the layer's begin and the next one's: of the first 1 / kDriftWeight rows each counts the

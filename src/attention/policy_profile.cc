@@ -287,7 +287,7 @@ absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string&
       return DoesNotFit(absl::StrCat("it has betas of ", layers, " layers of ", hgca.kv_heads,
                                      " KV heads, the model has ", layout.layers, " of ", kv.heads));
     }
-    // Who asks for exact attention gets it.
+    // Beta 0 asks for exact attention, so thresholds do not replace it.
     if (options->hgca.beta != 0) options->hgca.betas = hgca.betas;
   }
   for (const MissProfile::Point& point : profile.misses.points) {

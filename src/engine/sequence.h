@@ -55,7 +55,7 @@ struct Sequence {
   int64_t length = 0;
   int64_t cached = 0;   // tokens [0, cached) have their KV, or a launched step computes it
   int64_t emitted = 0;  // output tokens given to the sink
-  // Of those, the ones for which every row so far attended to everything; they come first.
+  // The first tokens of those emitted, as long as every row had attended to everything.
   int64_t exact = 0;
   bool approximate = false;  // a row of an earlier turn did not
 

@@ -29,8 +29,8 @@ bool IsExact(std::string_view policy) { return policy == "full" || policy == "es
 
 bool InDefaultForm(std::string_view policy) { return policy == "scout" || policy == "recall"; }
 
-// Of one policy's budgets: whether `a` serves what is asked for better than `b`. More sequences are
-// better, and of budgets that hold as many the larger one.
+// Returns whether `a` serves what is asked for better than `b`, another budget of the same policy.
+// More sequences are better, and of budgets that hold as many the larger one.
 bool Serves(const AutoCandidate& a, const AutoCandidate& b) {
   if (a.running != b.running) return a.running > b.running;
   return a.of.budget_tokens > b.of.budget_tokens;

@@ -50,7 +50,7 @@ struct PolicyAndBudget {
 std::vector<PolicyAndBudget> AutoCandidates(Quality quality, const CacheLayout& layout,
                                             int64_t context, int64_t least_budget);
 
-// What the operator asks for.
+// The demand of the operator.
 struct AutoAsk {
   Quality quality = Quality::kExact;
   int64_t sequences = 0;

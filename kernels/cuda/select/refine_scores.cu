@@ -312,8 +312,8 @@ struct BlockQueue {
   unsigned char* stages;  // [kStages][bytes]
   int bytes;              // of a stage
   float* scores;          // of the list
-  // Of this lane's entry among the 32 next ones: its block, the first block behind the entry
-  // before, and where they lie.
+  // This lane has one of the 32 next entries: its block, the first block behind the entry before,
+  // and where the block's digest and codes lie.
   int block = 0, gap = 0;
   const unsigned char* digest = nullptr;
   const unsigned char* codes = nullptr;

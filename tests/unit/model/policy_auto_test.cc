@@ -85,7 +85,9 @@ TEST_CASE(
   DeviceRates rates = Rates();
   rates.operator_seconds = 0;
   const double apart = ForecastStep("scout", bytes, 1, rates).seconds;
-  CHECK(ForecastStep("hgca", bytes, 1, rates).seconds > 1.8 * apart);
+  CHECK(apart == Approx(10 / rates.memory.hbm * kGB / 0.85));
+  CHECK(ForecastStep("hgca", bytes, 1, rates).seconds ==
+        Approx((10 / rates.memory.hbm + 0.1 / rates.memory.dram) * kGB / 0.60));
   rates.one_memory = true;
   CHECK(ForecastStep("scout", bytes, 1, rates).seconds == Approx(apart + 0.1 / 116 / 0.85));
   CHECK(ForecastStep("scout", {0, 0, 0, 1 * kGB}, 1, Rates()).bound == "DRAM");

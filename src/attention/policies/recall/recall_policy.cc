@@ -70,8 +70,8 @@ class RecallPolicy : public OffloadPolicy {
     kernels().Merge(stream, MergeOf(queries, cache.head_dim, 1, o, lse, out, out_type));
   }
 
-  // What has a place is attended to, whatever its score. Under fetch_all only the ring is sure to
-  // be.
+  // Rows attend to every token that has a place, whatever its score. Under fetch_all only the ring
+  // is sure to have one.
   int64_t SparseExactTokens() const override {
     return options().recall.fetch_all ? kRingBlocks * tier().block_tokens() : capacities_.resident;
   }
