@@ -30,7 +30,8 @@ class DenseModel : public DecoderModel {
              std::unique_ptr<WeightSource> source, Device* device)
       : DecoderModel(options, config,
                      DenseCacheLayout(config, options.kv_dtype, options.block_tokens),
-                     config.head_dim, std::move(fingerprint), std::move(source), device) {}
+                     config.head_dim, std::move(fingerprint), std::move(source), device),
+        keeps_drift_(options.look_ahead) {}
 
   void Forward(Stream& stream, const StepInputs& inputs, AttentionPolicy& policy) override;
 
@@ -64,6 +65,7 @@ class DenseModel : public DecoderModel {
   void Ffn(Stream& stream, int layer, RowRange rows);
   int qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
 
+  const bool keeps_drift_;
   std::vector<Layer> layers_;
   Buffer qkv_;       // float32 [rows][q + k + v]
   Buffer attended_;  // activation [rows][q]
@@ -128,10 +130,12 @@ absl::Status DenseModel::AllocateLayers(Workspace& workspace) {
       workspace.Allocate(&ahead_normed_, 2 * predicted_rows_, hidden * act, "normed activations"));
   SLUICE_RETURN_IF_ERROR(
       workspace.Allocate(&predicted_, predicted_rows_, config_.q_size() * 4, "predicted queries"));
-  SLUICE_RETURN_IF_ERROR(
-      workspace.Allocate(&before_, predicted_rows_, hidden * 4, "residuals of the look-ahead"));
-  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&drift_, max_logits_, config_.layers * hidden * 4,
-                                            "the drift of the look-ahead"));
+  if (keeps_drift_) {
+    SLUICE_RETURN_IF_ERROR(
+        workspace.Allocate(&before_, predicted_rows_, hidden * 4, "residuals of the look-ahead"));
+    SLUICE_RETURN_IF_ERROR(workspace.Allocate(&drift_, max_logits_, config_.layers * hidden * 4,
+                                              "the drift of the look-ahead"));
+  }
   const int64_t entry = int64_t{config_.heads} * (config_.head_dim + 1) * 4;
   partial_rows_ = kernels_.AttentionScratchBytes({max_logits_, config_.heads, config_.kv_heads,
                                                   config_.head_dim, max_context_}) /
@@ -179,7 +183,8 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   // If this layer's queries were predicted, the residual that they were predicted from is in
   // `before_`, and the drift can be measured.
   const bool was_ahead = layer > 0 && LooksAhead(layer, in, attention);
-  if ((looks_ahead || was_ahead) && attention.FollowsDrift() && in.first_positions != nullptr) {
+  if ((looks_ahead || was_ahead) && keeps_drift_ && attention.FollowsDrift() &&
+      in.first_positions != nullptr) {
     norm.ahead.rows = in.decode_rows;
     norm.ahead.slots = in.slots;
     norm.ahead.positions = in.positions;

@@ -57,6 +57,8 @@ class Model {
     int max_context = 0;  // 0: what the config allows
     int max_rows = 512;   // maximum rows in a step
     int max_logits = 32;  // maximum logit rows in a step
+    // False: no policy that looks ahead will run, and its state takes no memory.
+    bool look_ahead = true;
   };
   // Loads a model. Errors name the file, tensor or key, what was expected and what was found.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const Options& options, Device* device);
