@@ -127,6 +127,17 @@ std::unique_ptr<SequenceCache> OffloadPolicy::DetachHostCache(int slot) {
   return home;
 }
 
+void OffloadPolicy::Retain(Stream& stream, int layer, const Queries& rows) const {
+  kernels::RetainParams retain{};
+  retain.residency = tier_->Residency(layer);
+  retain.slots = rows.slots;
+  retain.positions = rows.positions;
+  retain.resident = tier_->Places(layer);
+  retain.rows = rows.rows;
+  retain.unit_tokens = tier_->options().unit_tokens;
+  kernels().Retain(stream, retain);
+}
+
 int64_t OffloadPolicy::UnitsBeforeRing(int64_t tokens) const {
   const OffloadTierOptions& o = tier_->options();
   const int64_t ring = o.ring_blocks * tier_->block_tokens() / o.unit_tokens;

@@ -88,6 +88,9 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   // Returns whether attention of decode rows reads their own keys and values from the host cache.
   // They are then written there before it, on the stream itself.
   virtual bool attends_at_home() const { return false; }
+  // Gives the unit that leaves the ring at the next step a place behind it, so that what was in HBM
+  // stays there while there is room. Called from Settle.
+  void Retain(Stream& stream, int layer, const Queries& rows) const;
   // Returns how many units of a sequence of `tokens` tokens are older than the ring of its first
   // decode row.
   int64_t UnitsBeforeRing(int64_t tokens) const;

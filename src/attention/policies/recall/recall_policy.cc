@@ -79,15 +79,7 @@ class RecallPolicy : public OffloadPolicy {
   void Settle(Stream& stream, int layer, const Queries& rows) override {
     ExtendPartialKeys(stream, layer, tier().Ring(layer), rows.slots, nullptr, rows.positions,
                       rows.rows);
-    if (options().recall.fetch_all) return;
-    kernels::RetainParams retain{};
-    retain.residency = tier().Residency(layer);
-    retain.slots = rows.slots;
-    retain.positions = rows.positions;
-    retain.resident = tier().Places(layer);
-    retain.rows = rows.rows;
-    retain.unit_tokens = kUnitTokens;
-    kernels().Retain(stream, retain);
+    if (!options().recall.fetch_all) Retain(stream, layer, rows);
   }
 
   // Under fetch_all nothing is placed before the first step, because it would be forgotten then.

@@ -115,17 +115,6 @@ void BlockSelection::Refine(Stream& stream, int layer, const KvAttention::Querie
   device_->kernels().RefineScores(stream, refine);
 }
 
-void BlockSelection::Retain(Stream& stream, int layer, const KvAttention::Queries& rows) const {
-  kernels::RetainParams retain{};
-  retain.residency = tier_->Residency(layer);
-  retain.slots = rows.slots;
-  retain.positions = rows.positions;
-  retain.resident = tier_->Places(layer);
-  retain.rows = rows.rows;
-  retain.unit_tokens = shape_.block_tokens;
-  device_->kernels().Retain(stream, retain);
-}
-
 void BlockSelection::Fetch(Stream& stream, int layer, const KvAttention::Queries& queries,
                            const kernels::UnitLists& missing, const int32_t* due,
                            kernels::SparseCounters* counters) const {

@@ -68,10 +68,6 @@ class BlockSelection {
   kernels::UnitLists Choose(Stream& stream, int layer, const KvAttention::Queries& queries,
                             const Split& split) const;
 
-  // Gives the block that leaves the ring at the next step a place behind it, so that what was in
-  // HBM stays there while there is room. It comes before Fetch, which must not take that place.
-  void Retain(Stream& stream, int layer, const KvAttention::Queries& rows) const;
-
   // Section 3.4: gives the missing blocks of the due rows (`due` null: of every row) places in HBM
   // and copies them there. The tables change at once, so whoever reads them next must come after
   // this on the stream.

@@ -143,7 +143,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // next step reads the tables that it changes.
   void Settle(Stream& stream, int layer, const Queries& rows) override {
     ExtendDigests(stream, layer, rows);
-    if (options().scout.attend_whole) selection_.Retain(stream, layer, rows);
+    // Before Fetch, which must not take the place.
+    if (options().scout.attend_whole) Retain(stream, layer, rows);
     selection_.Fetch(stream, layer, rows, Missing(layer), Due(layer), counters_.of(layer));
   }
 
