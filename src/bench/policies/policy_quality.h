@@ -26,8 +26,8 @@ enum class Blame {
 inline constexpr int kBlames = 6;
 // Returns a word for a report: none, score, age, query, cpu or budget.
 const char* BlameName(Blame blame);
-// The evidence that the runs of a lost case give. `real`: the queries of `full` help. `settled`: repeated steps
-// help. `both`: the two together help. `oracle`: the exact top blocks find the key.
+// The evidence that the runs of a lost case give. `real`: the queries of `full` help. `settled`:
+// repeated steps help. `both`: the two together help. `oracle`: the exact top blocks find the key.
 struct BlameEvidence {
   bool real = false, settled = false, both = false, oracle = false, workers = false;
 };
