@@ -74,15 +74,13 @@ struct EmbeddingParams {
 // decode rows: it predicts the norm of the next layer's input, from which that layer's queries can
 // be predicted. A sequence's *drift* at a layer is the mean of how its decode rows' x differs
 // between the layer's begin and the next one's: of the first 1 / kDriftWeight rows each counts the
-// same, and then a new row has the weight kDriftWeight. Row n of a sequence's decode rows (from 0)
-// is the one at position first_positions[slot * first_stride] + n; at n = 0 no drift is known, and
-// what lies in the memory does not count.
+// same, and then a new row has the weight kDriftWeight. numbers[r] is how many decode rows the
+// sequence of row r had before; where it had none no drift is known, and what lies in the memory
+// does not count.
 struct AheadNormParams {
-  int32_t rows = 0;                    // <= RmsNormParams::rows
-  const int32_t* slots = nullptr;      // [rows]; a padded row has no drift; null: no row has
-  const int32_t* positions = nullptr;  // [rows]
-  const int32_t* first_positions = nullptr;
-  int64_t first_stride = 0;
+  int32_t rows = 0;                  // <= RmsNormParams::rows
+  const int32_t* slots = nullptr;    // [rows]; a padded row has no drift; null: no row has
+  const int32_t* numbers = nullptr;  // [rows]
   // out = norm of x + drift. Null: nothing is written.
   const float* weight = nullptr;  // [dim] weights of the next layer
   void* out = nullptr;            // [rows][dim] of out_type

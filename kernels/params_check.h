@@ -18,8 +18,8 @@ namespace sluice::kernels {
 
 SLUICE_PLAIN_PARAMS(WeightMatrix, 32);
 SLUICE_PLAIN_PARAMS(EmbeddingParams, 80);
-SLUICE_PLAIN_PARAMS(AheadNormParams, 88);
-SLUICE_PLAIN_PARAMS(RmsNormParams, 144);
+SLUICE_PLAIN_PARAMS(AheadNormParams, 72);
+SLUICE_PLAIN_PARAMS(RmsNormParams, 128);
 SLUICE_PLAIN_PARAMS(LinearParams, 72);
 SLUICE_PLAIN_PARAMS(RopeTableParams, 40);
 SLUICE_PLAIN_PARAMS(PagedCache, 56);

@@ -68,8 +68,7 @@ inline void AheadInput(const RmsNormParams& p, int64_t r, float* ahead) {
   const AheadNormParams& a = p.ahead;
   const float* const x = p.x + r * p.x_stride;
   const int64_t slot = a.slots == nullptr ? -1 : a.slots[r];
-  const int64_t n =
-      slot < 0 ? 0 : a.positions[r] - int64_t{a.first_positions[slot * a.first_stride]};
+  const int64_t n = slot < 0 ? 0 : a.numbers[r];
   const bool known = slot >= 0 && n > 0 && a.drift != nullptr;
   const float* const drift = known ? a.drift + slot * a.slot_stride : nullptr;
   for (int64_t i = 0; i < p.dim; ++i) ahead[i] = known ? x[i] + drift[i] : x[i];

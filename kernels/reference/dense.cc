@@ -52,8 +52,7 @@ std::vector<double> AheadInput(const RmsNormParams& p, int64_t r) {
   const float* const x = p.x + r * p.x_stride;
   std::vector<double> ahead(x, x + p.dim);
   const int32_t slot = a.slots == nullptr ? -1 : a.slots[r];
-  const int64_t n =
-      slot < 0 ? 0 : a.positions[r] - int64_t{a.first_positions[slot * a.first_stride]};
+  const int64_t n = slot < 0 ? 0 : a.numbers[r];
   for (int32_t i = 0; i < p.dim; ++i) {
     if (slot >= 0 && n > 0 && a.drift != nullptr) {
       ahead[static_cast<size_t>(i)] += a.drift[slot * a.slot_stride + i];

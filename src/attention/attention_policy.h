@@ -51,6 +51,12 @@ class AttentionPolicy : public SequencePlacement, public PolicyStatisticsSource 
   // Returns the maximum number of decode rows that one sequence may have in a step.
   virtual int decode_rows_per_sequence() const { return kernels::kMaxNewTokens; }
 
+  // Returns how often a sequence's first decode row is to be computed in vain before it counts: its
+  // caches are written, no token is chosen, and its position stays pending. After these rehearsals
+  // what the row selects is in HBM and the look-ahead knows a drift, neither of which a prefill
+  // node can hand over. A row that is exact (exact_tokens) needs none.
+  virtual int rehearsals() const { return 0; }
+
   // Returns true if the policy now enqueues something else, with the same bits as result, for steps
   // of `decode_rows` decode rows (including padded rows) than when a step of that size was last
   // recorded. The engine asks before each step and then records that size again. The answer is true

@@ -49,6 +49,7 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
     return policy_->DetachHostCache(slot);
   }
   int decode_rows_per_sequence() const override { return policy_->decode_rows_per_sequence(); }
+  int rehearsals() const override { return policy_->rehearsals(); }
   bool NeedsEndPrompt() const override { return policy_->NeedsEndPrompt(); }
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
     policy_->EndPrompt(slot, tokens, std::move(hints));

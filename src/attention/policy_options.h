@@ -47,6 +47,9 @@ struct PolicyOptions {
   enum class RecomputeLast { kAuto, kOn, kOff };
   RecomputeLast recompute_last = RecomputeLast::kAuto;
 
+  // AttentionPolicy::rehearsals() of the policies that look ahead. 0, for benches: as published.
+  int rehearsals = 1;
+
   // The CPU workers that attend to what is not in HBM.
   const kernels::KernelTable* host_kernels = nullptr;  // null: the best for this processor
   int workers = 1;

@@ -78,7 +78,8 @@ BatchState::Inputs BatchState::InputsAt(const Buffer& buffer, const Shape& shape
   Inputs in{};
   in.slots = buffer.as<int32_t>();
   in.positions = in.slots + shape.rows;
-  in.logit_rows = in.positions + shape.rows;
+  in.numbers = in.positions + shape.rows;
+  in.logit_rows = in.numbers + shape.rows;
   in.sample_slots = in.logit_rows + shape.samples;
   in.sample_positions = in.sample_slots + shape.samples;
   return in;
@@ -199,6 +200,7 @@ void BatchState::FillInputs(int buffer, const StepPlan& plan, const Shape& shape
     for (int32_t i = 0; i < planned.count; ++i, ++row) {
       host.slots[row] = planned.slot;
       host.positions[row] = static_cast<int32_t>(planned.first_position + i);
+      host.numbers[row] = planned.decoded + i;
     }
     if (planned.sample) {
       host.logit_rows[sample] = row - 1;
@@ -210,6 +212,7 @@ void BatchState::FillInputs(int buffer, const StepPlan& plan, const Shape& shape
   for (; row < shape.rows; ++row) {
     host.slots[row] = -1;
     host.positions[row] = 0;
+    host.numbers[row] = 0;
   }
   for (; sample < shape.samples; ++sample) {
     host.logit_rows[sample] = -1;
@@ -224,10 +227,9 @@ void BatchState::Forward(Stream& stream, const Shape& shape, Model& model,
   StepInputs step;
   step.tokens = device_tables_.tokens.as<int32_t>();
   step.token_stride = max_context_;
-  step.first_positions = &device_tables_.sampling.as<SamplingSlot>()->prompt_length;
-  step.first_stride = sizeof(SamplingSlot) / sizeof(int32_t);
   step.slots = in.slots;
   step.positions = in.positions;
+  step.numbers = in.numbers;
   step.rows = shape.rows;
   step.decode_rows = shape.decode_rows;
   step.logit_rows = in.logit_rows;

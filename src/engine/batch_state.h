@@ -112,12 +112,12 @@ class BatchState {
   // Step inputs, int32, one after the other in one buffer. A step uploads only the bytes of its
   // shape, and the addresses are the same in every step of that shape.
   struct Inputs {
-    int32_t *slots, *positions;                             // [rows]
+    int32_t *slots, *positions, *numbers;                   // [rows]
     int32_t *logit_rows, *sample_slots, *sample_positions;  // [samples]
   };
   static Inputs InputsAt(const Buffer& buffer, const Shape& shape);
   static int64_t InputBytes(const Shape& shape) {
-    return (2 * int64_t{shape.rows} + 3 * int64_t{shape.samples}) * 4;
+    return (3 * int64_t{shape.rows} + 3 * int64_t{shape.samples}) * 4;
   }
   // Step results, one after the other in one buffer.
   struct Results {

@@ -182,6 +182,9 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     view.cached = sequence->cached;
     view.length = sequence->length;
     view.wants_token = sequence->wants_token();
+    view.decoded = sequence->decoded;
+    view.rehearses =
+        sequence->rehearsals_left > 0 && sequence->cached + 1 > parts_.policy->exact_tokens();
     view.runnable = runnable && GrowOrPreempt(*sequence);
     planner_view_.push_back(view);
   }
@@ -201,9 +204,19 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   step.sampled.clear();
   step.members.clear();
   batch_->Begin(*stream_, buffer);
+  int64_t rehearsed = 0;
   for (const PlanRow& row : plan_.rows) {
     Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
-    sequence.cached += row.count;
+    if (row.rehearsal) {
+      --sequence.rehearsals_left;
+      ++rehearsed;
+    } else {
+      sequence.cached += row.count;
+    }
+    if (row.first_position >= sequence.prompt_length) {
+      sequence.decoded += row.count;
+      if (!row.rehearsal) sequence.rehearsals_left = 0;
+    }
     sequence.last_step = number;
     ++sequence.in_flight;
     step.members.push_back(&sequence);
@@ -225,7 +238,8 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   parts_.metrics->step_sequences.Observe(static_cast<double>(plan_.rows.size()));
   parts_.metrics->step_seconds(StepPhase::kPlan).Observe(planned - now);
   parts_.metrics->step_seconds(StepPhase::kLaunch).Observe(launch);
-  const int64_t pending = plan_.row_count - static_cast<int64_t>(plan_.sample_count);
+  if (rehearsed > 0) parts_.metrics->rehearsed_rows.Add(static_cast<double>(rehearsed));
+  const int64_t pending = plan_.row_count - static_cast<int64_t>(plan_.sample_count) - rehearsed;
   if (pending > 0) parts_.metrics->tokens(TokenKind::kPrompt).Add(static_cast<double>(pending));
   return true;
 }

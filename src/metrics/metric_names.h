@@ -36,6 +36,11 @@ inline constexpr Metric kExactLimit{
     "Up to how many tokens, prompt and output together, a sequence is attended to exactly under "
     "the policy; max_context under policy full, 0 on a prefill node",
     ""};
+inline constexpr Metric kRehearsedRows{
+    "sluice_rehearsed_rows_total", Type::kCounter,
+    "First decode rows that were computed once before they counted, so that what they select is in "
+    "HBM: one per sequence that does not fit its budget, under the policies scout and recall",
+    ""};
 inline constexpr Metric kTimeToFirstToken{"sluice_time_to_first_token_seconds", Type::kHistogram,
                                           "Time from the Generate call to its first token", ""};
 inline constexpr Metric kInterTokenLatency{"sluice_inter_token_latency_seconds", Type::kHistogram,

@@ -141,6 +141,7 @@ struct Metrics::Registry {
 Metrics::Metrics()
     : registry_(std::make_unique<Registry>()),
       exact_limit(registry_->MakeGauge(names::kExactLimit)),
+      rehearsed_rows(registry_->MakeCounter(names::kRehearsedRows)),
       time_to_first_token(registry_->MakeHistogram(names::kTimeToFirstToken, LongSeconds())),
       inter_token_latency(registry_->MakeHistogram(names::kInterTokenLatency, ShortSeconds())),
       request_seconds(registry_->MakeHistogram(names::kRequestSeconds, LongSeconds())),

@@ -172,6 +172,7 @@ class Metrics {
   std::string Render() const;
 
   const Gauge exact_limit;
+  const Counter rehearsed_rows;
   const Histogram time_to_first_token;
   const Histogram inter_token_latency;
   const Histogram request_seconds;

@@ -184,12 +184,10 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   // `before_`, and the drift can be measured.
   const bool was_ahead = layer > 0 && LooksAhead(layer, in, attention);
   if ((looks_ahead || was_ahead) && keeps_drift_ && attention.FollowsDrift() &&
-      in.first_positions != nullptr) {
+      in.numbers != nullptr) {
     norm.ahead.rows = in.decode_rows;
     norm.ahead.slots = in.slots;
-    norm.ahead.positions = in.positions;
-    norm.ahead.first_positions = in.first_positions;
-    norm.ahead.first_stride = in.first_stride;
+    norm.ahead.numbers = in.numbers;
     norm.ahead.drift = Drift(layer);
     norm.ahead.drift_before = was_ahead ? Drift(layer - 1) : nullptr;
     norm.ahead.before = before_.as<float>();

@@ -23,12 +23,12 @@ class WeightSource;
 struct StepInputs {
   const int32_t* tokens = nullptr;  // [slots][token_stride]
   int64_t token_stride = 0;
-  // The position of the first decode row of each slot's sequence is first_positions[slot *
-  // first_stride]. Null: it is not known, and the look-ahead learns nothing from earlier rows.
-  const int32_t* first_positions = nullptr;
-  int64_t first_stride = 0;
   const int32_t* slots = nullptr;      // [rows]; -1: padded
   const int32_t* positions = nullptr;  // [rows]
+  // [decode_rows] How many decode rows the row's sequence had in its slot before, rehearsals
+  // (AttentionPolicy::rehearsals) included. Null: it is not known, and the look-ahead learns
+  // nothing from earlier rows.
+  const int32_t* numbers = nullptr;
   int32_t rows = 0;
   int32_t decode_rows = 0;              // the first of the rows; see kernels/params.h
   const int32_t* logit_rows = nullptr;  // [logit_count] rows whose logits are wanted; -1: padded

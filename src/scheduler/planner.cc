@@ -9,19 +9,25 @@ namespace {
 
 bool Decodes(const PlannerSequence& sequence) { return sequence.cached >= sequence.prompt_length; }
 
+bool Rehearses(const PlannerSequence& sequence) { return sequence.rehearses && Decodes(sequence); }
+
 // Returns how many pending tokens of the kind that comes next a step may have; none if the sequence
 // may not run.
 int64_t Pending(const PlannerSequence& sequence, const PlannerLimits& limits) {
   if (!sequence.runnable) return 0;
   if (Decodes(sequence)) {
-    return std::min<int64_t>(sequence.length - sequence.cached, limits.decode_rows);
+    const int64_t most = Rehearses(sequence) ? 1 : limits.decode_rows;
+    return std::min<int64_t>(sequence.length - sequence.cached, most);
   }
   return std::min(sequence.length, sequence.prompt_length) - sequence.cached;
 }
 
 void AddRow(const PlannerSequence& sequence, int32_t count, StepPlan* plan) {
-  const bool sample = sequence.wants_token && sequence.cached + count == sequence.length;
-  plan->rows.push_back({sequence.slot, sequence.cached, count, sample});
+  const bool rehearsal = Rehearses(sequence);
+  const bool sample =
+      !rehearsal && sequence.wants_token && sequence.cached + count == sequence.length;
+  plan->rows.push_back({sequence.slot, sequence.cached, count, sample,
+                        Decodes(sequence) ? sequence.decoded : 0, rehearsal});
   plan->row_count += count;
   plan->decode_rows += Decodes(sequence) ? count : 0;
   plan->sample_count += sample ? 1 : 0;

@@ -27,6 +27,11 @@ struct PlannerSequence {
   bool wants_token = true;
   // False if its working set is not warm, its reader is slow, or it has nothing left to compute.
   bool runnable = true;
+  // How many decode rows of it were planned before.
+  int32_t decoded = 0;
+  // True: its next decode row is a rehearsal (AttentionPolicy::rehearsals). It is planned alone,
+  // chooses no token, and its token stays pending. Prompt rows are not rehearsed.
+  bool rehearses = false;
 };
 
 // Tokens [first_position, first_position + count) of one sequence, all of one kind.
@@ -35,6 +40,9 @@ struct PlanRow {
   int64_t first_position = 0;
   int32_t count = 0;
   bool sample = false;  // the last of the tokens chooses the next one
+  int32_t decoded =
+      0;  // of decode rows: how many of the sequence were planned before the first one
+  bool rehearsal = false;  // the token stays pending
 };
 
 struct StepPlan {

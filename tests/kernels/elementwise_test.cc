@@ -68,13 +68,11 @@ struct AheadRun {
   // Computes the norm before layer `layer` of 2; that of the last one only measures the drift.
   void Step(void (*kernel)(const RmsNormParams&, Worker), int workers, const Guarded<float>& x,
             const Guarded<float>& weight, const Guarded<int32_t>& slots,
-            const Guarded<int32_t>& positions, const Guarded<int32_t>& first, int layer) {
+            const Guarded<int32_t>& numbers, int layer) {
     RmsNormParams p = {x.data(), nullptr, weight.data(), out.data(), dim, kRows, dim, 1e-5f, type};
     p.ahead.rows = kRows - 1;
     p.ahead.slots = slots.data();
-    p.ahead.positions = positions.data();
-    p.ahead.first_positions = first.data();
-    p.ahead.first_stride = 2;
+    p.ahead.numbers = numbers.data();
     p.ahead.weight = weight.data();
     p.ahead.out = layer == 0 ? ahead.data() : nullptr;
     p.ahead.drift = drift.data();
@@ -93,7 +91,6 @@ struct AheadRun {
 
 void TestAhead(const KernelTable& table, Random& random) {
   const auto slots = BufferOf<int32_t>({2, -1, 0, 3, 1});
-  const auto first = BufferOf<int32_t>({7, -9, 0, -9, 40, -9, 11, -9});
   for (const int32_t dim : {1, 33, 576, 5120}) {
     for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
       INFO(dim << " elements");
@@ -101,13 +98,14 @@ void TestAhead(const KernelTable& table, Random& random) {
       // The reference's results stay floats: they would be rounded once more.
       AheadRun want(dim, DType::kFloat32), got(dim, type);
       for (int32_t step = 0; step < 14; ++step) {
-        const auto positions = BufferOf<int32_t>({40 + step, 0, 7 + step, 11 + step, 3});
+        // The fourth row's sequence gives way to another, whose first row is at step 3.
+        const auto numbers = BufferOf<int32_t>({step, 0, step, step < 3 ? step : step - 3, 3});
         const auto at_begin = NormalBuffer<float>(AheadRun::kRows * dim, random, 3.0f);
         const auto at_end = NormalBuffer<float>(AheadRun::kRows * dim, random, 3.0f);
         for (int layer = 0; layer < 2; ++layer) {
           const auto& x = layer == 0 ? at_begin : at_end;
-          want.Step(Reference().rms_norm, 1, x, weight, slots, positions, first, layer);
-          got.Step(table.rms_norm, 1 + step % 3, x, weight, slots, positions, first, layer);
+          want.Step(Reference().rms_norm, 1, x, weight, slots, numbers, layer);
+          got.Step(table.rms_norm, 1 + step % 3, x, weight, slots, numbers, layer);
         }
         CHECK(got.before.Damage() + got.drift.Damage() + got.out.Damage() == "");
         for (const int32_t slot : {0, 2, 3}) {

@@ -43,7 +43,7 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
     REQUIRE(allocator.MirroredWords(words, both).ok());
   };
   allocate(&tokens_, kMaxContext);
-  allocate(&rows_, 2 * kMaxRows + 2);
+  allocate(&rows_, 3 * kMaxRows + 1);
   allocate(&logits_, model_->config().vocab_size);
 }
 
@@ -150,17 +150,18 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
     front_->EndPrompt(0, position, {});
     AwaitWarm();
     prompt_ended_ = true;
-    first_position_ = position;
+    decoded_ = 0;
   }
   int32_t* slots = rows_.host.as<int32_t>();
   int32_t* positions = slots + kMaxRows;
-  int32_t* logit_row = positions + kMaxRows;
+  int32_t* numbers = positions + kMaxRows;
+  int32_t* logit_row = numbers + kMaxRows;
   for (int i = 0; i < count; ++i) {
     slots[i] = 0;
     positions[i] = position + i;
+    numbers[i] = generates ? decoded_++ : 0;
   }
   *logit_row = count - 1;
-  logit_row[1] = first_position_;
   front_->Grow(0, position + count);
   front_->BeginStep(*stream_, {slots, static_cast<size_t>(count)},
                     {positions, static_cast<size_t>(count)});
@@ -172,8 +173,8 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
   in.positions = in.slots + kMaxRows;
   in.rows = count;
   in.decode_rows = generates ? count : 0;
-  in.logit_rows = in.positions + kMaxRows;
-  in.first_positions = in.logit_rows + 1;
+  in.numbers = in.positions + kMaxRows;
+  in.logit_rows = in.numbers + kMaxRows;
   in.logit_count = 1;
   in.logits = logits_.device.as<float>();
   model_->Forward(*stream_, in, *front_);

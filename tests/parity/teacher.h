@@ -72,7 +72,7 @@ class Teacher {
   MirroredBuffer tokens_, rows_, logits_;
   bool admitted_ = false;
   bool prompt_ended_ = false;
-  int32_t first_position_ = 0;  // position of the first decode row
+  int32_t decoded_ = 0;  // decode rows of the sequence so far
 };
 
 }  // namespace sluice::testing

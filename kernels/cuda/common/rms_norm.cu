@@ -39,7 +39,7 @@ template <int kVectors>
 __device__ void AddDrift(const RmsNormParams& p, int row, bool aligned, float4 (&x)[kVectors]) {
   const AheadNormParams& a = p.ahead;
   const int slot = a.slots == nullptr ? -1 : a.slots[row];
-  const int n = slot < 0 ? 0 : a.positions[row] - a.first_positions[slot * a.first_stride];
+  const int n = slot < 0 ? 0 : a.numbers[row];
   const float weight = fmaxf(kDriftWeight, 1.0f / static_cast<float>(n + 1));
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {

@@ -32,7 +32,10 @@ constexpr Preset kPresets[] = {
     {"full", "full", [](PolicyOptions&) {}},
     {"scout", "scout", [](PolicyOptions&) {}},
     {"scout-paper", "scout",
-     [](PolicyOptions& o) { o.scout.attend_whole = o.scout.key_codes = o.scout.drift = false; }},
+     [](PolicyOptions& o) {
+       o.scout.attend_whole = o.scout.key_codes = o.scout.drift = false;
+       o.rehearsals = 0;
+     }},
     {"scout-no-ahead", "scout", [](PolicyOptions& o) { o.scout.layer_ahead = false; }},
     {"scout-no-recall", "scout", [](PolicyOptions& o) { o.scout.recall = false; }},
     {"scout-no-ahead-no-recall", "scout",
@@ -42,6 +45,7 @@ constexpr Preset kPresets[] = {
      [](PolicyOptions& o) {
        o.recall.fetch_all = true;
        o.recall.drift = false;
+       o.rehearsals = 0;
        o.recall.margin = 4.5f;  // the alpha that the paper gives for most models
      }},
     {"recall-fetch-all", "recall", [](PolicyOptions& o) { o.recall.fetch_all = true; }},
@@ -78,6 +82,8 @@ constexpr Setting kSettings[] = {
        o.reduction =
            static_cast<kernels::GroupReduction>(std::clamp(static_cast<int>(value), 0, 2));
      }},
+    {"rehearsals", "", false,
+     [](PolicyOptions& o, double value) { o.rehearsals = static_cast<int>(value); }},
     {"whole", "scout", false,
      [](PolicyOptions& o, double value) { o.scout.attend_whole = value != 0; }},
     {"codes", "scout", false,

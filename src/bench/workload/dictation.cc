@@ -69,7 +69,7 @@ absl::Status Dictation::Begin(const Context& context, int total) {
                      "; raise --hbm-bytes or --dram-bytes"));
   };
   const int64_t handed_over = count_ - 1;
-  first_position_ = count_ - 1;
+  decoded_ = 0;
   Reservation room = parts_.dram->TryReserve(parts_.policy->FootprintOf(count_, total).dram_tokens);
   if (room.empty()) return no_room();
   auto home = std::make_unique<SequenceCache>(parts_.dram, std::move(room));
@@ -78,9 +78,15 @@ absl::Status Dictation::Begin(const Context& context, int total) {
   if (!parts_.policy->Admit(kSlot, handed_over, total, Promise::kFirm, home)) return no_room();
   admitted_ = true;
   SLUICE_RETURN_IF_ERROR(WaitUntilWarm());
-  if (!parts_.policy->NeedsEndPrompt()) return absl::OkStatus();
-  parts_.policy->EndPrompt(kSlot, handed_over, {});
-  return WaitUntilWarm();
+  if (parts_.policy->NeedsEndPrompt()) {
+    parts_.policy->EndPrompt(kSlot, handed_over, {});
+    SLUICE_RETURN_IF_ERROR(WaitUntilWarm());
+  }
+  if (count_ <= parts_.policy->exact_tokens()) return absl::OkStatus();
+  for (int i = 0; i < parts_.policy->rehearsals(); ++i) {
+    SLUICE_RETURN_IF_ERROR(Step().status());
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<absl::Span<const float>> Dictation::Step() {
@@ -88,7 +94,7 @@ absl::StatusOr<absl::Span<const float>> Dictation::Step() {
   rows[0] = kSlot;
   rows[1] = count_ - 1;
   rows[2] = 0;
-  rows[3] = first_position_;
+  rows[3] = decoded_++;
   parts_.policy->Grow(kSlot, count_);
   const int32_t slots[] = {kSlot};
   const int32_t positions[] = {count_ - 1};
@@ -99,7 +105,7 @@ absl::StatusOr<absl::Span<const float>> Dictation::Step() {
   in.tokens = tokens_.device.as<int32_t>();
   in.token_stride = parts_.max_context;
   in.slots = rows_.device.as<int32_t>();
-  in.first_positions = in.slots + 3;
+  in.numbers = in.slots + 3;
   in.positions = in.slots + 1;
   in.rows = in.decode_rows = 1;
   in.logit_rows = in.slots + 2;

@@ -33,8 +33,8 @@ class Dictation {
   ~Dictation();
 
   // Ends the previous sequence and starts one of up to `total` tokens. All of `context` but its
-  // last token is handed over; the first step computes that token. RESOURCE_EXHAUSTED if the
-  // sequence does not fit.
+  // last token is handed over; the first step computes that token, after the rehearsals that the
+  // policy asks for. RESOURCE_EXHAUSTED if the sequence does not fit.
   absl::Status Begin(const Context& context, int total);
   // Computes the newest token and returns the logits, [vocab], of the token that follows it. The
   // span is valid until the next step. Returns the policy's SlotHealth on failure. Append() adds
@@ -55,9 +55,9 @@ class Dictation {
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<Event> done_;
   std::unique_ptr<ContextReader> contexts_;
-  // rows_ holds slot, position, logit row and first_position_.
+  // rows_ holds slot, position, logit row and decoded_.
   MirroredBuffer tokens_, rows_, logits_;
-  int32_t first_position_ = 0;  // position of the first decode row
+  int32_t decoded_ = 0;  // steps of the sequence so far
   int count_ = 0, total_ = 0;
   bool admitted_ = false;
 };

@@ -55,6 +55,9 @@ class Watch : public ForwardingPolicy {
       if (s.prompt < 0) continue;  // EndPrompt checks what came before it
       if (positions[i] < s.prompt || !Warm(slots[i])) ++wrong;
       if (!decoding.insert(slots[i]).second) ++wrong;
+      if (positions[i] == s.decoded) ++repeated;
+      if (positions[i] < s.decoded || positions[i] > std::max(s.decoded + 1, s.prompt)) ++wrong;
+      s.decoded = positions[i];
       ++decode_rows;
     }
     ForwardingPolicy::BeginStep(stream, slots, positions);
@@ -64,8 +67,11 @@ class Watch : public ForwardingPolicy {
     return WithReason(absl::InternalError("a worker died"), "WORKER_FAILED");
   }
 
+  int rehearsals() const override { return wanted_rehearsals; }
+
+  int wanted_rehearsals = 0;
   int sick_sequence = 0;  // by the order of admission, from 1; 0: none
-  std::atomic<int> admitted{0}, ended{0}, decode_rows{0}, wrong{0};
+  std::atomic<int> admitted{0}, ended{0}, decode_rows{0}, repeated{0}, wrong{0};
   std::atomic<int> sick_slot{-1};
   mutable std::atomic<int> looked{0};
 
@@ -73,6 +79,7 @@ class Watch : public ForwardingPolicy {
   struct Slot {
     int64_t prompt = -1;  // since EndPrompt
     int64_t newest = -1;
+    int64_t decoded = -1;  // position of the newest decode row
   };
   std::map<int, Slot> slots_;
 };
@@ -143,13 +150,68 @@ void EndOfPrompts(const std::string& kernels) {
 SLUICE_TEST_ON_CPU_AND_GPU(
     "a policy that offloads gets each prompt's end once, before single decode rows", EndOfPrompts)
 
-void SickSlot(const std::string& kernels) {
+// Returns requests with prompts of 20, 53, 86 and 119 tokens.
+std::vector<Request> FourRequests() {
   std::vector<Request> requests;
   for (int i = 0; i < 4; ++i) {
     std::vector<int32_t> prompt;
     for (int t = 0; t < 20 + i * 33; ++t) prompt.push_back(3 + (t * 7919 + i * 104729) % 500);
     requests.push_back(GreedyRequest(prompt, 24));
   }
+  return requests;
+}
+
+// Policy oracle computes the same in every rehearsal, so they must change nothing.
+void Rehearsals(const std::string& kernels) {
+  const std::vector<Request> requests = FourRequests();
+  Watch* watch = nullptr;
+  std::vector<Generated> want;
+  {
+    Node node(Options(kernels, &watch));
+    for (const Request& request : requests) want.push_back(node.Generate(request));
+    CHECK(watch->repeated == 0);
+    CHECK(node.metrics().rehearsed_rows.Value() == 0);
+  }
+  Node node(Options(kernels, &watch));
+  watch->wanted_rehearsals = 2;
+  int approximate = 0;
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (const Request& request : requests) {
+    const auto attended = static_cast<int64_t>(request.prompt.size()) + 1;
+    approximate += attended > node.policy().exact_tokens() ? 1 : 0;
+    streams.push_back(node.Start(request));
+  }
+  for (size_t i = 0; i < streams.size(); ++i) {
+    const Generated got = Node::Collect(*streams[i]);
+    CHECK(got.ids == want[i].ids);
+    CHECK(got.finish.exact_tokens == want[i].finish.exact_tokens);
+  }
+  // Handed-over first tokens are decode rows as well, and only the first of them is rehearsed.
+  const fixtures::GoldenCase g = (*fixtures::LoadGolden(kModel))[1];
+  const auto prompt = static_cast<uint32_t>(g.prompt.size());
+  std::vector<OutputToken> tokens(4);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i].id = g.tokens[i];
+  Request request = GreedyRequest({}, 9);
+  request.handoff.transfer_id = node.Push(g.prompt, prompt, 9, g.k, g.v, tokens);
+  approximate += prompt + 1 > node.policy().exact_tokens() ? 1 : 0;
+  CHECK(node.Generate(std::move(request)).ids.size() == 9);
+
+  CHECK(node.Quiescent());
+  CHECK(watch->wrong == 0);
+  REQUIRE((approximate > 0 && approximate < 5));
+  CHECK(watch->repeated == 2 * approximate);
+  CHECK(node.metrics().rehearsed_rows.Value() == 2 * approximate);
+  // Nothing of it counts as a prompt's token or as an output token.
+  size_t computed = 0;
+  for (const Request& one : requests) computed += one.prompt.size();
+  CHECK(node.metrics().tokens(TokenKind::kPrompt).Value() == computed - requests.size() + 3);
+  CHECK(node.metrics().tokens(TokenKind::kOutput).Value() == 4 * 24 + 9);
+}
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "the first decode row of an approximate sequence is rehearsed, and no exact one is", Rehearsals)
+
+void SickSlot(const std::string& kernels) {
+  const std::vector<Request> requests = FourRequests();
   Watch* watch = nullptr;
   std::vector<Generated> alone;
   {

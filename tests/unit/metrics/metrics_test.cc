@@ -203,6 +203,7 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.decoded_tokens(true).Add(15);
   metrics.decoded_tokens(false).Add(16);
   metrics.exact_limit.Set(2112);
+  metrics.rehearsed_rows.Add(17);
   metrics.slow_readers.Add();
   metrics.malformed_trace_headers.Add(9);
   metrics.ingest_bytes.Add(1 << 20);
@@ -237,6 +238,7 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {"sluice_decoded_tokens_total{exact=\"true\"}", 15},
       {"sluice_decoded_tokens_total{exact=\"false\"}", 16},
       {"sluice_exact_limit_tokens", 2112},
+      {"sluice_rehearsed_rows_total", 17},
       {"sluice_slow_readers_total", 1},
       {"sluice_malformed_trace_headers_total", 9},
       {"sluice_preemptions_total", 13},

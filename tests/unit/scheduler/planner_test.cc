@@ -111,6 +111,42 @@ TEST_CASE("a sequence has no more decode rows in a step than the policy takes") 
   CHECK(plan.rows[0].count == 8);
 }
 
+TEST_CASE("a rehearsal is one decode row that chooses nothing, and no row of a prompt is one") {
+  StepPlan plan;
+  PlannerSequence sequence = Pending(0, 100, 103, 100);
+  sequence.rehearses = true;
+  sequence.decoded = 2;
+  PlannerSequence newest = Decoding(1, 50);
+  newest.rehearses = true;
+  PlannerSequence prompt = Prompt(2, 9, 10);
+  prompt.rehearses = true;
+  prompt.decoded = 7;
+  const std::vector<PlannerSequence> sequences = {sequence, newest, prompt};
+  PlanStep({16, 8}, sequences, &plan);
+  REQUIRE(plan.rows.size() == 3);
+  for (size_t i : {size_t{0}, size_t{1}}) {
+    CHECK(plan.rows[i].rehearsal);
+    CHECK(plan.rows[i].count == 1);
+    CHECK_FALSE(plan.rows[i].sample);
+  }
+  CHECK(plan.rows[0].first_position == 100);
+  CHECK(plan.rows[0].decoded == 2);
+  CHECK(plan.rows[1].decoded == 0);
+  CHECK_FALSE(plan.rows[2].rehearsal);
+  CHECK(plan.rows[2].sample);
+  CHECK(plan.rows[2].decoded == 0);
+  CHECK(plan.decode_rows == 2);
+  CHECK(plan.sample_count == 1);
+  // Afterwards the three pending tokens are three rows, the first of which has that number.
+  sequence.rehearses = false;
+  sequence.decoded = 3;
+  PlanStep({16, 8}, {&sequence, 1}, &plan);
+  REQUIRE(plan.rows.size() == 1);
+  CHECK(plan.rows[0].count == 3);
+  CHECK(plan.rows[0].decoded == 3);
+  CHECK(plan.rows[0].sample);
+}
+
 TEST_CASE("the last chunk of a prompt samples, and the next prompt uses what is left of the step") {
   StepPlan plan;
   const std::vector<PlannerSequence> sequences = {Prompt(0, 64, 100), Prompt(1, 0, 100)};
@@ -149,6 +185,7 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
       if (random.Below(3) == 0) s.length += 80;
       s.runnable = random.Below(4) != 0 && s.length > s.cached;
       s.wants_token = random.Below(8) != 0;
+      s.rehearses = random.Below(4) == 0;
       sequences.push_back(s);
     }
     PlanStep(limits, sequences, &plan);
@@ -161,7 +198,10 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
       REQUIRE(row.count >= 1);
       REQUIRE(row.first_position == s.cached);
       REQUIRE(row.first_position + row.count <= s.length);
-      REQUIRE(row.sample == (s.wants_token && row.first_position + row.count == s.length));
+      REQUIRE(row.rehearsal == (s.rehearses && row.first_position >= s.prompt_length));
+      REQUIRE((!row.rehearsal || row.count == 1));
+      REQUIRE(row.sample ==
+              (!row.rehearsal && s.wants_token && row.first_position + row.count == s.length));
       // All rows of a sequence have one kind, and decode rows come first.
       const bool decode = row.first_position >= s.prompt_length;
       REQUIRE((decode || row.first_position + row.count <= s.prompt_length));

@@ -31,6 +31,7 @@ class RecallPolicy : public OffloadPolicy {
 
   bool LooksAhead(int layer) const override { return !tier().dense(layer); }
   bool FollowsDrift() const override { return options().recall.drift; }
+  int rehearsals() const override { return options().rehearsals; }
 
   PolicyStatistics Statistics() const override { return workspace_.counters->Sum(); }
   int64_t MetadataBytes(int64_t tokens) const override {  // partial keys

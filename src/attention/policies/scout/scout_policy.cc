@@ -100,6 +100,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
   bool FollowsDrift() const override { return options().scout.drift; }
+  int rehearsals() const override { return options().scout.layer_ahead ? options().rehearsals : 0; }
 
   // Algorithm 1, lines 5 to 7, for layer i + 1; the model has made the queries of line 4.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
