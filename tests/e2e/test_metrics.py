@@ -363,7 +363,7 @@ def test_exactly_the_names_of_the_header_are_exported_and_each_has_moved(scene, 
     # Preemption needs overcommit, so the tests of the engine count it.
     sparse = {name for name in still if name.startswith((
         "sluice_attention_worker", "sluice_selected_", "sluice_missed_", "sluice_fetched_", "sluice_selecting_",
-        "sluice_link_", "sluice_resident_", "sluice_ess_"))}
+        "sluice_link_", "sluice_resident_", "sluice_ess_", "sluice_rehearsed_"))}
     assert still - moved == {"sluice_preemptions_total", "sluice_preempted_seconds"} | sparse
 
 
