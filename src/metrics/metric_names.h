@@ -224,6 +224,7 @@ inline constexpr const Metric* kAll[] = {
     &kTokens,
     &kDecodedTokens,
     &kExactLimit,
+    &kRehearsedRows,
     &kTimeToFirstToken,
     &kInterTokenLatency,
     &kRequestSeconds,
