@@ -100,6 +100,7 @@ class ShareRun {
     DescribeModel(*model_, &policy);
     policy.scout.recall = false;
     policy.scout.intervals.clear();
+    policy.rehearsals = 0;  // A rehearsal's share is not one of a step.
     SLUICE_ASSIGN_OR_RETURN(policy_, NewPolicy(policy));
     if (policy_->Statistics().layers.empty()) {
       return absl::InvalidArgumentError(
