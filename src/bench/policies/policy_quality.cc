@@ -152,6 +152,7 @@ class QualityRun {
       SLUICE_ASSIGN_OR_RETURN(sequence->feed, QueryFeed::Create(outer, config.layers, config.heads,
                                                                 config.head_dim, world.device));
       outer = sequence->feed.get();
+      sequence->feed->Set(variation.feed->front());  // Rehearsals come before the first step.
     }
     if (variation.watch != nullptr) {
       SLUICE_ASSIGN_OR_RETURN(
