@@ -52,9 +52,9 @@ class AttentionPolicy : public SequencePlacement, public PolicyStatisticsSource 
   virtual int decode_rows_per_sequence() const { return kernels::kMaxNewTokens; }
 
   // Returns how often a sequence's first decode row is to be computed in vain before it counts: its
-  // caches are written, no token is chosen, and its position stays pending. After these rehearsals
-  // what the row selects is in HBM and the look-ahead knows a drift, neither of which a prefill
-  // node can hand over. A row that is exact (exact_tokens) needs none.
+  // caches are written, no token is chosen, and its position stays pending. After such a rehearsal
+  // the look-ahead knows a drift, and what the row fetched is in HBM. No row is rehearsed that is
+  // exact (exact_tokens).
   virtual int rehearsals() const { return 0; }
 
   // Returns true if the policy now enqueues something else, with the same bits as result, for steps

@@ -47,7 +47,8 @@ struct PolicyOptions {
   enum class RecomputeLast { kAuto, kOn, kOff };
   RecomputeLast recompute_last = RecomputeLast::kAuto;
 
-  // AttentionPolicy::rehearsals() of the policies that look ahead. 0, for benches: as published.
+  // AttentionPolicy::rehearsals() of the policies that look ahead. Benches alone change it: 0 is
+  // the published form.
   int rehearsals = 1;
 
   // The CPU workers that attend to what is not in HBM.

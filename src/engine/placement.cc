@@ -122,8 +122,6 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
   } else {
     sequence.preempted += now - sequence.preempted_at;
   }
-  sequence.decoded = 0;
-  sequence.rehearsals_left = parts_.policy->rehearsals();
   parts_.policy->BeginPrompt(slot, sequence.prompt_length,
                              std::min(sequence.context_length, sequence.length - 1));
   sequence.prompt_ended = !parts_.policy->NeedsEndPrompt();

@@ -74,8 +74,7 @@ struct Sequence {
   absl::Duration preempted;    // total wait of earlier preemptions
   int in_flight = 0;           // launched steps whose result is not read
   uint64_t last_step = 0;      // newest launched step that has a row of it
-  int32_t decoded = 0;         // decode rows launched in this slot, rehearsals included
-  int rehearsals_left = 0;     // times that its first decode row is still to be rehearsed
+  int32_t rehearsed = 0;       // rehearsals of its first decode row that were launched
   absl::Duration queued;       // from ready to its slot
   absl::Duration first_token;  // from its arrival; zero: there is none yet
   absl::Time last_emit;

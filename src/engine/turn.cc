@@ -182,9 +182,9 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     view.cached = sequence->cached;
     view.length = sequence->length;
     view.wants_token = sequence->wants_token();
-    view.decoded = sequence->decoded;
-    view.rehearses =
-        sequence->rehearsals_left > 0 && sequence->cached + 1 > parts_.policy->exact_tokens();
+    view.rehearsed = sequence->rehearsed;
+    view.rehearses = sequence->rehearsed < parts_.policy->rehearsals() &&
+                     sequence->cached + 1 > parts_.policy->exact_tokens();
     view.runnable = runnable && GrowOrPreempt(*sequence);
     planner_view_.push_back(view);
   }
@@ -207,16 +207,9 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   int64_t rehearsed = 0;
   for (const PlanRow& row : plan_.rows) {
     Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
-    if (row.rehearsal) {
-      --sequence.rehearsals_left;
-      ++rehearsed;
-    } else {
-      sequence.cached += row.count;
-    }
-    if (row.first_position >= sequence.prompt_length) {
-      sequence.decoded += row.count;
-      if (!row.rehearsal) sequence.rehearsals_left = 0;
-    }
+    sequence.cached += row.rehearsal ? 0 : row.count;
+    sequence.rehearsed += row.rehearsal ? 1 : 0;
+    rehearsed += row.rehearsal ? 1 : 0;
     sequence.last_step = number;
     ++sequence.in_flight;
     step.members.push_back(&sequence);

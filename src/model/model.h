@@ -25,7 +25,7 @@ struct StepInputs {
   int64_t token_stride = 0;
   const int32_t* slots = nullptr;      // [rows]; -1: padded
   const int32_t* positions = nullptr;  // [rows]
-  // [decode_rows] How many decode rows the row's sequence had in its slot before, rehearsals
+  // [decode_rows] How many decode rows the row's sequence had before since its prompt, rehearsals
   // (AttentionPolicy::rehearsals) included. Null: it is not known, and the look-ahead learns
   // nothing from earlier rows.
   const int32_t* numbers = nullptr;

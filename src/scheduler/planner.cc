@@ -9,7 +9,9 @@ namespace {
 
 bool Decodes(const PlannerSequence& sequence) { return sequence.cached >= sequence.prompt_length; }
 
-bool Rehearses(const PlannerSequence& sequence) { return sequence.rehearses && Decodes(sequence); }
+bool Rehearses(const PlannerSequence& sequence) {
+  return sequence.rehearses && sequence.cached == sequence.prompt_length;
+}
 
 // Returns how many pending tokens of the kind that comes next a step may have; none if the sequence
 // may not run.
@@ -26,8 +28,10 @@ void AddRow(const PlannerSequence& sequence, int32_t count, StepPlan* plan) {
   const bool rehearsal = Rehearses(sequence);
   const bool sample =
       !rehearsal && sequence.wants_token && sequence.cached + count == sequence.length;
-  plan->rows.push_back({sequence.slot, sequence.cached, count, sample,
-                        Decodes(sequence) ? sequence.decoded : 0, rehearsal});
+  const int64_t decoded =
+      Decodes(sequence) ? sequence.cached - sequence.prompt_length + sequence.rehearsed : 0;
+  plan->rows.push_back(
+      {sequence.slot, sequence.cached, count, sample, static_cast<int32_t>(decoded), rehearsal});
   plan->row_count += count;
   plan->decode_rows += Decodes(sequence) ? count : 0;
   plan->sample_count += sample ? 1 : 0;

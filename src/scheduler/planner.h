@@ -27,10 +27,10 @@ struct PlannerSequence {
   bool wants_token = true;
   // False if its working set is not warm, its reader is slow, or it has nothing left to compute.
   bool runnable = true;
-  // How many decode rows of it were planned before.
-  int32_t decoded = 0;
-  // True: its next decode row is a rehearsal (AttentionPolicy::rehearsals). It is planned alone,
-  // chooses no token, and its token stays pending. Prompt rows are not rehearsed.
+  // Rehearsals of its first decode row that were planned before (AttentionPolicy::rehearsals).
+  int32_t rehearsed = 0;
+  // True: its first decode row, if that comes next, is rehearsed. The row is planned alone, chooses
+  // no token, and its token stays pending.
   bool rehearses = false;
 };
 
@@ -40,8 +40,8 @@ struct PlanRow {
   int64_t first_position = 0;
   int32_t count = 0;
   bool sample = false;  // the last of the tokens chooses the next one
-  int32_t decoded =
-      0;  // of decode rows: how many of the sequence were planned before the first one
+  // The decode rows that the sequence had before the first of these; 0 for rows of a prompt.
+  int32_t decoded = 0;
   bool rehearsal = false;  // the token stays pending
 };
 

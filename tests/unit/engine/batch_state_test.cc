@@ -99,7 +99,8 @@ struct Rig {
       REQUIRE(policy->Grow(row.slot, row.first_position + row.count));
     }
     batch->Begin(*stream, buffer);
-    batch->Launch(*stream, buffer, plan, *model, seen != nullptr ? *seen : *policy);
+    batch->Launch(*stream, buffer, plan, watched != nullptr ? *watched : *model,
+                  seen != nullptr ? *seen : *policy);
     batch->event(buffer).Wait();
     const BatchState::Times times = batch->TimesOf(buffer);
     CHECK(times.compute > absl::ZeroDuration());
@@ -120,6 +121,7 @@ struct Rig {
   std::unique_ptr<Stream> stream;
   absl::Status recorded;
   AttentionPolicy* seen = nullptr;  // used in place of `policy`
+  Model* watched = nullptr;         // used in place of `model`
   int buffer = 0;
 };
 
@@ -270,6 +272,47 @@ TEST_CASE("a size of step is recorded again before the step for which the policy
   }
   CHECK(policy.asked.size() == 10);
   CHECK(policy.enqueued == 10);  // what was recorded last runs, through the policy
+}
+
+// Copies the numbers of every step's decode rows to the host.
+class NumberWatch : public Model {
+ public:
+  explicit NumberWatch(Model* model) : model_(model) {}
+  const ModelConfig& config() const override { return model_->config(); }
+  const std::string& fingerprint() const override { return model_->fingerprint(); }
+  const CacheLayout& cache_layout() const override { return model_->cache_layout(); }
+  int max_context() const override { return model_->max_context(); }
+  int max_rows() const override { return model_->max_rows(); }
+  int max_logits() const override { return model_->max_logits(); }
+  int64_t weight_bytes() const override { return model_->weight_bytes(); }
+  int64_t workspace_bytes() const override { return model_->workspace_bytes(); }
+  void Forward(Stream& stream, const StepInputs& in, AttentionPolicy& policy) override {
+    stream.Copy(numbers, in.numbers, static_cast<size_t>(in.decode_rows) * sizeof(int32_t));
+    model_->Forward(stream, in, policy);
+  }
+
+  int32_t numbers[kMaxRows] = {};
+
+ private:
+  Model* const model_;
+};
+
+TEST_CASE("the model learns how many decode rows of its sequence a row follows") {
+  for (const int row_bucket : {0, 4}) {
+    Rig rig(row_bucket);
+    NumberWatch watch(rig.model.get());
+    REQUIRE(rig.batch->RecordPrograms(*rig.stream, watch, *rig.policy).ok());
+    rig.watched = &watch;
+    for (const int slot : {0, 1}) rig.Join(slot, {3, 5, 7}, Sampling(0));
+    StepPlan prompts = DecodePlan({{0, 0, 3, true}, {1, 0, 3, true}});
+    prompts.decode_rows = 0;
+    rig.Step(prompts);
+    std::fill_n(watch.numbers, kMaxRows, -1);
+    rig.Step(DecodePlan({{1, 3, 1, false, 0, true}, {0, 3, 1, true, 5}}));
+    CHECK(std::vector(watch.numbers, watch.numbers + 2) == std::vector<int32_t>{0, 5});
+    rig.Step(DecodePlan({{1, 3, 1, true, 1}}));
+    CHECK(watch.numbers[0] == 1);
+  }
 }
 
 TEST_CASE("padded rows write nothing: no page of anyone, no result") {

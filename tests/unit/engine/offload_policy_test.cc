@@ -161,17 +161,23 @@ std::vector<Request> FourRequests() {
   return requests;
 }
 
+// Returns what each of the requests gives on a node that nothing else uses, where no row is
+// computed twice.
+std::vector<Generated> Alone(const std::string& kernels, const std::vector<Request>& requests) {
+  Watch* watch = nullptr;
+  std::vector<Generated> alone;
+  Node node(Options(kernels, &watch));
+  for (const Request& request : requests) alone.push_back(node.Generate(request));
+  CHECK(watch->repeated == 0);
+  CHECK(node.metrics().rehearsed_rows.Value() == 0);
+  return alone;
+}
+
 // Policy oracle computes the same in every rehearsal, so they must change nothing.
 void Rehearsals(const std::string& kernels) {
   const std::vector<Request> requests = FourRequests();
+  const std::vector<Generated> want = Alone(kernels, requests);
   Watch* watch = nullptr;
-  std::vector<Generated> want;
-  {
-    Node node(Options(kernels, &watch));
-    for (const Request& request : requests) want.push_back(node.Generate(request));
-    CHECK(watch->repeated == 0);
-    CHECK(node.metrics().rehearsed_rows.Value() == 0);
-  }
   Node node(Options(kernels, &watch));
   watch->wanted_rehearsals = 2;
   int approximate = 0;
@@ -212,12 +218,8 @@ SLUICE_TEST_ON_CPU_AND_GPU(
 
 void SickSlot(const std::string& kernels) {
   const std::vector<Request> requests = FourRequests();
+  const std::vector<Generated> alone = Alone(kernels, requests);
   Watch* watch = nullptr;
-  std::vector<Generated> alone;
-  {
-    Node node(Options(kernels, &watch));
-    for (const Request& request : requests) alone.push_back(node.Generate(request));
-  }
   Node node(Options(kernels, &watch, /*sick_sequence=*/2));
   std::vector<std::shared_ptr<TokenStream>> streams;
   for (const Request& request : requests) streams.push_back(node.Start(request));

@@ -115,12 +115,11 @@ TEST_CASE("a rehearsal is one decode row that chooses nothing, and no row of a p
   StepPlan plan;
   PlannerSequence sequence = Pending(0, 100, 103, 100);
   sequence.rehearses = true;
-  sequence.decoded = 2;
+  sequence.rehearsed = 2;
   PlannerSequence newest = Decoding(1, 50);
   newest.rehearses = true;
   PlannerSequence prompt = Prompt(2, 9, 10);
   prompt.rehearses = true;
-  prompt.decoded = 7;
   const std::vector<PlannerSequence> sequences = {sequence, newest, prompt};
   PlanStep({16, 8}, sequences, &plan);
   REQUIRE(plan.rows.size() == 3);
@@ -137,14 +136,17 @@ TEST_CASE("a rehearsal is one decode row that chooses nothing, and no row of a p
   CHECK(plan.rows[2].decoded == 0);
   CHECK(plan.decode_rows == 2);
   CHECK(plan.sample_count == 1);
-  // Afterwards the three pending tokens are three rows, the first of which has that number.
-  sequence.rehearses = false;
-  sequence.decoded = 3;
-  PlanStep({16, 8}, {&sequence, 1}, &plan);
-  REQUIRE(plan.rows.size() == 1);
-  CHECK(plan.rows[0].count == 3);
-  CHECK(plan.rows[0].decoded == 3);
-  CHECK(plan.rows[0].sample);
+  // Afterwards the three pending tokens are three rows. Rows behind the first are not rehearsed.
+  sequence.rehearsed = 3;
+  for (const int64_t cached : {100, 101}) {
+    sequence.cached = cached;
+    sequence.rehearses = cached > 100;
+    PlanStep({16, 8}, {&sequence, 1}, &plan);
+    REQUIRE(plan.rows.size() == 1);
+    CHECK(plan.rows[0].count == 103 - cached);
+    CHECK(plan.rows[0].decoded == 3 + cached - 100);
+    CHECK(plan.rows[0].sample);
+  }
 }
 
 TEST_CASE("the last chunk of a prompt samples, and the next prompt uses what is left of the step") {
@@ -198,7 +200,7 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
       REQUIRE(row.count >= 1);
       REQUIRE(row.first_position == s.cached);
       REQUIRE(row.first_position + row.count <= s.length);
-      REQUIRE(row.rehearsal == (s.rehearses && row.first_position >= s.prompt_length));
+      REQUIRE(row.rehearsal == (s.rehearses && row.first_position == s.prompt_length));
       REQUIRE((!row.rehearsal || row.count == 1));
       REQUIRE(row.sample ==
               (!row.rehearsal && s.wants_token && row.first_position + row.count == s.length));
