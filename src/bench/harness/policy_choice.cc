@@ -82,7 +82,7 @@ constexpr Setting kSettings[] = {
        o.reduction =
            static_cast<kernels::GroupReduction>(std::clamp(static_cast<int>(value), 0, 2));
      }},
-    {"rehearsals", "", false,
+    {"rehearsals", "scout", false,
      [](PolicyOptions& o, double value) { o.rehearsals = static_cast<int>(value); }},
     {"whole", "scout", false,
      [](PolicyOptions& o, double value) { o.scout.attend_whole = value != 0; }},

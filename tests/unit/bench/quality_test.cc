@@ -86,6 +86,11 @@ TEST_CASE("policies are named, once each, and a wrong name meets the nearest") {
   CHECK(paper.recall.fetch_all);
   CHECK_FALSE(paper.recall.drift);
   CHECK(paper.recall.margin == 4.5f);
+  CHECK(paper.rehearsals == 0);
+  CHECK(WithPolicy({}, "scout-paper").rehearsals == 0);
+  CHECK(WithPolicy({}, "scout").rehearsals == 1);
+  CHECK(WithPolicy({}, "scout:rehearsals=2").rehearsals == 2);
+  CHECK_FALSE(ParsePolicies("oracle:rehearsals=1").ok());
   CHECK(WithPolicy({}, "recall-paper:margin=0").recall.margin == 0);
   CHECK(WithPolicy({}, "ends").oracle.selector == PolicyOptions::Oracle::Selector::kEnds);
   CHECK(WithPolicy({}, "random").oracle.selector == PolicyOptions::Oracle::Selector::kRandom);

@@ -399,6 +399,7 @@ TEST_CASE("queries follow the drift of the residual unless a bench switches it o
   PolicyRig rig(shape, RandomVectors(shape, 0));
   PolicyOptions options = rig.Options();
   CHECK(MakePolicy(options)->kv_attention()->FollowsDrift());
+  CHECK(MakePolicy(options)->rehearsals() == 1);
   options.recall.drift = false;
   CHECK_FALSE(MakePolicy(options)->kv_attention()->FollowsDrift());
 }

@@ -453,6 +453,16 @@ SLUICE_TEST_ON_CPU_AND_GPU(
     "a worker that fails ends its group's sequences, and the others' bits stay their own",
     FailingWorker)
 
+TEST_CASE("a first decode row is rehearsed where its queries are predicted") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 0));
+  PolicyOptions options = rig.Options();
+  const auto rehearsals = [&] { return MakePolicy(options)->rehearsals(); };
+  CHECK(rehearsals() == 1);
+  options.scout.layer_ahead = false;
+  CHECK(rehearsals() == 0);
+}
+
 TEST_CASE("options out of range are refused by name") {
   const PolicyRig::Shape shape;
   PolicyRig rig(shape, RandomVectors(shape, 0));
