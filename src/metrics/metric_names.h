@@ -38,8 +38,8 @@ inline constexpr Metric kExactLimit{
     ""};
 inline constexpr Metric kRehearsedRows{
     "sluice_rehearsed_rows_total", Type::kCounter,
-    "First decode rows that were computed once before they counted, so that what they select is in "
-    "HBM: one per sequence that does not fit its budget, under the policies scout and recall",
+    "First decode rows that were computed once before they counted, under the policies scout and "
+    "recall: one for each prompt that does not fit its budget",
     ""};
 inline constexpr Metric kTimeToFirstToken{"sluice_time_to_first_token_seconds", Type::kHistogram,
                                           "Time from the Generate call to its first token", ""};
