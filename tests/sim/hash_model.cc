@@ -122,10 +122,11 @@ void AddParts(const kernels::MergeParams& p, kernels::Worker) {
 
 class HashModelImpl : public HashModel {
  public:
-  HashModelImpl(const HashModelOptions& options, Buffer states, Buffer qkv, Buffer predicted,
-                Buffer index_q, Buffer out)
+  HashModelImpl(const HashModelOptions& options, Buffer states, Buffer drift, Buffer qkv,
+                Buffer predicted, Buffer index_q, Buffer out)
       : options_(options),
         states_(std::move(states)),
+        drift_(std::move(drift)),
         qkv_(std::move(qkv)),
         predicted_(std::move(predicted)),
         index_q_(std::move(index_q)),
@@ -223,7 +224,9 @@ class HashModelImpl : public HashModel {
   void LookAhead(HostStream& host, const StepInputs& in, int layer, KvAttention& attention) {
     if (in.decode_rows == 0 || layer == kLayers || !attention.LooksAhead(layer)) return;
     // As there, this comes before its input changes; two layers' predictions are under way at once.
-    host.Enqueue<Step>(&Predict, {this, in, layer});
+    StepInputs to_predict = in;
+    if (!attention.FollowsDrift()) to_predict.numbers = nullptr;
+    host.Enqueue<Step>(&Predict, {this, to_predict, layer});
     Stream& ahead = host.Branch(AttentionPolicy::kAheadBranch);
     ahead.After(host);
     attention.Ahead(ahead, layer,
@@ -281,6 +284,9 @@ class HashModelImpl : public HashModel {
     return predicted_.as<float>() + int64_t{layer % 2} * options_.max_rows * kHeads * kHeadDim;
   }
   uint64_t& state(int64_t row) { return states_.as<uint64_t>()[row]; }
+  uint64_t& drift(int32_t slot, int layer) {
+    return drift_.as<uint64_t>()[int64_t{slot} * kLayers + layer];
+  }
 
   static void Embeddings(const Step& s, CpuTeam*) {
     for (int32_t r = 0; r < s.in.rows; ++r) {
@@ -313,7 +319,7 @@ class HashModelImpl : public HashModel {
         std::memcpy(s.model->index_q_.as<float>() + r * kernels::kIndexDim, &index, sizeof(index));
         continue;
       }
-      WriteQueries(s, r, row);
+      WriteQueries(s.model->state(r), s.layer, row);
       int word = 0;
       for (int head = 0; head < kKvHeads; ++head) {
         for (int part = 0; part < kParts; ++part) {
@@ -326,17 +332,27 @@ class HashModelImpl : public HashModel {
       }
     }
   }
-  static void WriteQueries(const Step& s, int64_t r, float* to) {
+  static void WriteQueries(uint64_t state, int layer, float* to) {
     for (int i = 0; i < kHeads * kWords; ++i) {
-      const uint64_t value = QueryWord(s.model->state(r), s.layer, i);
+      const uint64_t value = QueryWord(state, layer, i);
       std::memcpy(to + 2 * i, &value, sizeof(value));
     }
   }
-  // Makes predicted queries that are nothing like the real ones, except for layer 0: what a policy
-  // does with them must be right whatever they are.
+  // Makes predicted queries that are nothing like the real ones, except for layer 0 without drift:
+  // what a policy does with them must be right whatever they are. As in a real model, the drift is
+  // that of the sequence's earlier decode rows, and what an earlier sequence left in the slot must
+  // not count.
   static void Predict(const Step& s, CpuTeam*) {
     for (int64_t r = 0; r < s.in.decode_rows; ++r) {
-      WriteQueries(s, r, s.model->Predicted(s.layer) + r * kHeads * kHeadDim);
+      const int32_t slot = s.in.slots[r];
+      const uint64_t state = s.model->state(r);
+      uint64_t predicted = state;
+      if (s.in.numbers != nullptr && slot >= 0) {
+        uint64_t& drift = s.model->drift(slot, s.layer);
+        if (s.in.numbers[r] > 0) predicted = Mix(state, drift);
+        drift = s.in.numbers[r] > 0 ? Mix(drift, state) : state;
+      }
+      WriteQueries(predicted, s.layer, s.model->Predicted(s.layer) + r * kHeads * kHeadDim);
     }
   }
   static void Logits(const Step& s, CpuTeam*) {
@@ -352,6 +368,7 @@ class HashModelImpl : public HashModel {
 
   const HashModelOptions options_;
   const Buffer states_;  // uint64 [max_rows]
+  const Buffer drift_;   // uint64 [slots][kLayers]
   const Buffer qkv_;     // [max_rows][kQkv], K and V as 32-bit halves of words
   // [2][max_rows][kHeads * kHeadDim], by a layer's parity. With latent attention: one word per row.
   const Buffer predicted_;
@@ -398,12 +415,18 @@ absl::StatusOr<std::unique_ptr<HashModel>> NewHashModel(const HashModelOptions& 
     return device->Allocate(MemoryKind::kDevice, rows * row_bytes, "activations");
   };
   SLUICE_ASSIGN_OR_RETURN(Buffer states, allocate(8));
+  // A slot has at most one row that wants logits.
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer drift,
+      device->Allocate(MemoryKind::kDevice, static_cast<size_t>(options.max_logits) * kLayers * 8,
+                       "drift"));
   SLUICE_ASSIGN_OR_RETURN(Buffer qkv, allocate(kQkv * 4));
   SLUICE_ASSIGN_OR_RETURN(Buffer predicted, allocate(2 * kHeads * kHeadDim * 4));
   SLUICE_ASSIGN_OR_RETURN(Buffer out, allocate(kHeads * kHeadDim * 4));
   SLUICE_ASSIGN_OR_RETURN(Buffer index_q, allocate(kernels::kIndexDim * 4));
-  return std::make_unique<HashModelImpl>(options, std::move(states), std::move(qkv),
-                                         std::move(predicted), std::move(index_q), std::move(out));
+  return std::make_unique<HashModelImpl>(options, std::move(states), std::move(drift),
+                                         std::move(qkv), std::move(predicted), std::move(index_q),
+                                         std::move(out));
 }
 
 }  // namespace sluice::sim

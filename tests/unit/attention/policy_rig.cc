@@ -16,7 +16,7 @@
 namespace sluice::testing {
 namespace {
 
-constexpr size_t kPoolBytes = size_t{8} << 20;
+constexpr int64_t kLeastPoolBytes = int64_t{8} << 20;
 
 template <typename T>
 T OrFail(absl::StatusOr<T> value) {
@@ -39,11 +39,13 @@ PolicyRig::PolicyRig(const Shape& shape, Make make) : shape_(shape), make_(std::
   kv.block_tokens = shape.block_tokens;
   kv.SetEqualParts(2, int64_t{2} * shape.head_dim * 2);
   const CacheLayout layout{shape.layers, {kv}};
+  const auto pool_bytes =
+      static_cast<size_t>(std::max(kLeastPoolBytes, 2 * layout.BytesFor(shape.max_context)));
   device_ = OrFail(TestDevice(shape.kernels, shape.threads, shape.row_bucket));
   hbm_ = OrFail(PagePool::Create(
-      "hbm", layout, OrFail(device_->Allocate(MemoryKind::kDevice, kPoolBytes, "hbm"))));
+      "hbm", layout, OrFail(device_->Allocate(MemoryKind::kDevice, pool_bytes, "hbm"))));
   dram_ = OrFail(PagePool::Create(
-      "dram", layout, OrFail(device_->Allocate(MemoryKind::kPinned, kPoolBytes, "dram"))));
+      "dram", layout, OrFail(device_->Allocate(MemoryKind::kPinned, pool_bytes, "dram"))));
   const BufferAllocator allocator(device_.get(), "test");
   const auto allocate = [&allocator](MirroredBuffer* both, int64_t words) {
     REQUIRE(allocator.MirroredWords(words, both).ok());

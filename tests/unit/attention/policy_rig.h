@@ -56,6 +56,8 @@ class PolicyRig {
   void Release(AttentionPolicy& policy, int slot);
   // Returns the next position of a slot.
   int position(int slot) const { return sequences_.at(slot).length; }
+  // Makes the next step of a slot compute the row of its last one again.
+  void Rewind(int slot) { --sequences_.at(slot).length; }
 
   // Computes one decode row of each slot through all layers. Returns [layer][row][heads *
   // head_dim].
