@@ -91,6 +91,8 @@ TEST_CASE("policies are named, once each, and a wrong name meets the nearest") {
   CHECK(WithPolicy({}, "scout").rehearsals == 1);
   CHECK(WithPolicy({}, "scout:rehearsals=2").rehearsals == 2);
   CHECK_FALSE(ParsePolicies("oracle:rehearsals=1").ok());
+  CHECK(WithPolicy({}, "scout:shortlist=512").scout.shortlist_tokens == 512);
+  CHECK_FALSE(ParsePolicies("scout:shortlist=0").ok());
   CHECK(WithPolicy({}, "recall-paper:margin=0").recall.margin == 0);
   CHECK(WithPolicy({}, "ends").oracle.selector == PolicyOptions::Oracle::Selector::kEnds);
   CHECK(WithPolicy({}, "random").oracle.selector == PolicyOptions::Oracle::Selector::kRandom);

@@ -43,10 +43,8 @@ inline constexpr int32_t kScoutRingBlocks = 2;
 inline constexpr size_t kScoutDigests = 0;
 inline constexpr size_t kScoutKeyCodes = 1;
 
-// The shortlist holds so many budgets, but no fewer than so many tokens: digests alone are a poor
-// judge of a block (README.md), and shorter lists save no time.
+// The shortlist holds so many budgets, but no fewer than PolicyOptions::Scout::shortlist_tokens.
 inline constexpr int32_t kScoutShortlistBudgets = 2;
-inline constexpr int32_t kScoutShortlistTokens = 4096;
 
 class BlockSelection {
  public:

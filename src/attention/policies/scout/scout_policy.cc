@@ -331,7 +331,7 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
   if (options.scout.key_codes) {
     shape.shortlist_blocks =
         std::min(std::max(kScoutShortlistBudgets * shape.budget_blocks,
-                          static_cast<int32_t>(kind.BlocksFor(kScoutShortlistTokens))),
+                          static_cast<int32_t>(kind.BlocksFor(options.scout.shortlist_tokens))),
                  shape.most_blocks);
   }
   shape.resident_blocks =
