@@ -176,8 +176,9 @@ struct PartialScoresParams {
 
 // Selects from a row's units 0 .. positions[r] / unit_tokens: the first `first_units`, the newest
 // `last_units`, and, among the others whose score is at least the list's largest score - margin,
-// those with the highest scores, lower units first among equals, up to k units in all. Forced units
-// are counted and never left out. A NaN score is -inf. The largest score is over all units, and
+// those with the highest scores, lower units first among equals, up to k units in all, or up to
+// short_k - u / kShortKUnits if that is more and the row has u units. Forced units are counted and
+// never left out. A NaN score is -inf. The largest score is over all units, and
 // largest - margin is a float32.
 //
 // The runners-up of a list are units that scores could have chosen and did not: the best of them,
@@ -189,7 +190,7 @@ struct TopKParams {
   int64_t score_stride;
   const int32_t* slots;
   const int32_t* positions;
-  UnitLists selected;  // capacity >= k >= first_units + last_units
+  UnitLists selected;  // capacity >= k >= first_units + last_units; capacity >= short_k
   int32_t rows;
   int32_t kv_heads;
   int32_t unit_tokens;
@@ -197,8 +198,15 @@ struct TopKParams {
   int32_t first_units;
   int32_t last_units;
   float margin;          // +inf: no margin
+  int32_t short_k;       // 0: k does not depend on the row
   UnitLists runners_up;  // units null: no runners-up are wanted
 };
+inline constexpr int32_t kShortKUnits = 16;
+// Returns up to how many of a row's `units` units are selected.
+constexpr int32_t KOfRow(const TopKParams& p, int32_t units) {
+  const int32_t k = p.short_k - units / kShortKUnits;
+  return k > p.k ? k : p.k;
+}
 
 // Tells which units of a sequence and layer have a place in HBM. The newest `ring` units are always
 // at place unit % ring and in no table. The places behind the ring hold recalled units.

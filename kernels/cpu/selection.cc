@@ -120,7 +120,7 @@ void TopKList(const TopKParams& p, int64_t list) {
   int32_t* selected = p.selected.units + list * p.selected.capacity;
   const int64_t begin = Min(p.first_units, units);
   const int64_t end = Max(begin, units - p.last_units);
-  const int64_t wanted = p.k - begin - (units - end);
+  const int64_t wanted = KOfRow(p, static_cast<int32_t>(units)) - begin - (units - end);
   const Candidates candidates = {scores, begin, end, LeastKey(scores, units, p.margin)};
   for (int64_t u = 0; u < begin; ++u) selected[count++] = static_cast<int32_t>(u);
   if (wanted > 0) {
@@ -137,8 +137,8 @@ void TopKList(const TopKParams& p, int64_t list) {
 
 void TopK(const TopKParams& p, Worker worker) {
   if (p.first_units < 0 || p.last_units < 0 || p.k < p.first_units + p.last_units ||
-      p.selected.capacity < p.k) {
-    KernelCheckFailed("top_k: first_units + last_units <= k <= capacity");
+      p.selected.capacity < Max(p.k, p.short_k)) {
+    KernelCheckFailed("top_k: first_units + last_units <= k <= capacity, short_k <= capacity");
   }
   const Range mine = Share(int64_t{p.rows} * p.kv_heads, worker);
   for (int64_t list = mine.begin; list < mine.end; ++list) TopKList(p, list);

@@ -89,7 +89,7 @@ void TopK(const TopKParams& p, Worker worker) {
       const float least = std::isinf(p.margin) ? kNegativeInfinity : largest - p.margin;
       for (const auto& [minus, unit] : others) {
         if (-minus < least) continue;
-        if (std::ssize(chosen) < p.k) {
+        if (std::ssize(chosen) < KOfRow(p, units)) {
           chosen.insert(unit);
         } else if (std::ssize(runners_up) < p.runners_up.capacity) {
           runners_up.insert(unit);

@@ -61,9 +61,8 @@ struct PolicyOptions {
     std::vector<int32_t> intervals;  // steps between recalls, by layer; empty: a controller decides
     // False, for benches: blocks are selected by their digests alone, as published.
     bool key_codes = true;
-    // Key codes are scored for a shortlist of two budgets, but of no fewer tokens than this:
-    // digests alone are a poor judge of a block (policies/scout/README.md). Benches alone change
-    // it.
+    // Key codes are scored for so many tokens less a 16th of the context, but for no fewer than
+    // half of it or two budgets (policies/scout/README.md). Benches alone change it.
     int shortlist_tokens = 8192;
     // False, for benches: queries are predicted from the input of the layer before alone, as
     // published.

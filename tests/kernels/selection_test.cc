@@ -12,6 +12,7 @@ struct TopKOptions {
   int32_t first_units = 0;
   int32_t last_units = 0;
   float margin = kInfinity;
+  int32_t short_k = 0;
   int32_t unit_tokens = 1;
   int32_t kv_heads = 1;
 };
@@ -23,7 +24,7 @@ std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<
   const auto positions =
       BufferOf<int32_t>({static_cast<int32_t>(scores.size()) * o.unit_tokens - 1});
   const auto values = BufferOf<float>(scores);
-  TestLists selected(1, o.k);
+  TestLists selected(1, std::max(o.k, o.short_k));
   RunWorkers(table.top_k,
              TopKParams{values.data(),
                         static_cast<int64_t>(scores.size()),
@@ -37,6 +38,7 @@ std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<
                         o.first_units,
                         o.last_units,
                         o.margin,
+                        o.short_k,
                         {}},
              1);
   CHECK(selected.Damage() == "");
@@ -78,6 +80,11 @@ void TestTopKByHand(const KernelTable& table, Random&) {
   CHECK(of({10, 5, 6, 7, 4}, {.k = 4, .last_units = 1, .margin = 0}) == Units{0, 4});
   CHECK(of({10, 9, 9, 9, 8}, {.k = 3, .margin = 1}) == Units{0, 1, 2});
   CHECK(of({kNan, 5, 6}, {.k = 3, .margin = 100}) == Units{1, 2});
+  // A row of 5 units selects short_k of them, and one of 16 units one fewer.
+  CHECK(of({1, 5, 3, 4, 2}, {.k = 1, .short_k = 3}) == Units{1, 2, 3});
+  CHECK(of({1, 5, 3, 4, 2}, {.k = 2, .short_k = 1}) == Units{1, 3});
+  CHECK(of({9, 8, 7, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, {.k = 1, .short_k = 4}) ==
+        Units{0, 1, 2});
 }
 SLUICE_TEST_ON_EVERY_PATH("top_k selects what its contract says", TestTopKByHand)
 TEST_CASE("top_k selects what its contract says (reference)", "[kernels]") {
@@ -120,8 +127,13 @@ struct TopKInput {
   }
 
   TopKParams Params(const UnitLists& selected) const {
-    return {scores.data(), score_stride, slots.data(),  positions.data(), selected, 5, o.kv_heads,
-            o.unit_tokens, o.k,          o.first_units, o.last_units,     o.margin, {}};
+    return {scores.data(), score_stride,
+            slots.data(),  positions.data(),
+            selected,      5,
+            o.kv_heads,    o.unit_tokens,
+            o.k,           o.first_units,
+            o.last_units,  o.margin,
+            o.short_k,     {}};
   }
 
   const TopKOptions o;
@@ -157,7 +169,7 @@ void CheckRunnersUp(const KernelTable& table, const TopKInput& in, const TestLis
                     int workers, Random& random) {
   const int64_t lists = 5 * int64_t{in.o.kv_heads};
   const auto room = static_cast<int32_t>(1 + random() % static_cast<uint64_t>(in.o.k));
-  TestLists got(lists, in.o.k), up(lists, room);
+  TestLists got(lists, std::max(in.o.k, in.o.short_k)), up(lists, room);
   TopKParams p = in.Params(got.view);
   p.runners_up = up.view;
   RunThreads(table.top_k, p, workers);
@@ -185,7 +197,7 @@ void CheckTopK(const KernelTable& table, const TopKOptions& o, int32_t units, Ra
             << ", margin " << o.margin << ", units of " << o.unit_tokens);
   const TopKInput in(o, units, random);
   const int64_t lists = 5 * int64_t{o.kv_heads};
-  const int32_t capacity = o.k + static_cast<int32_t>(random() % 4);
+  const int32_t capacity = std::max(o.k, o.short_k) + static_cast<int32_t>(random() % 4);
   TestLists want(lists, capacity);
   RunWorkers(Reference().top_k, in.Params(want.view), 1);
   for (int workers : {1, 4}) {
@@ -212,6 +224,7 @@ void TestTopK(const KernelTable& table, Random& random) {
     const int32_t sizes[] = {1, 1, 16, 32};
     o.unit_tokens = sizes[random() % 4];
     o.kv_heads = 1 + static_cast<int32_t>(random() % 3);
+    if (random() % 3 == 0) o.short_k = static_cast<int32_t>(random() % 100);
     CheckTopK(table, o, 1 + static_cast<int32_t>(random() % 130), random);
   }
   // Tokens of a long context.
@@ -219,6 +232,7 @@ void TestTopK(const KernelTable& table, Random& random) {
   CheckTopK(table, {.k = 13107, .last_units = 1, .margin = 4.5f}, 65536, random);
   for (int32_t units : {4097, 6000, 9000, 16384, 20001}) {
     CheckTopK(table, {.k = 2048}, units, random);
+    CheckTopK(table, {.k = 500, .short_k = 1200}, units, random);
     CheckTopK(table, {.k = 1000, .first_units = 1, .last_units = 2, .margin = 2.5f}, units, random);
   }
 }
@@ -258,6 +272,7 @@ void TestTopKOfLongContext(const KernelTable& table, Random& random) {
                           0,
                           0,
                           kInfinity,
+                          0,
                           runners_up.view};
     RunWorkers(path.top_k, p, workers);
     CHECK(selected.Damage() == "");

@@ -286,8 +286,9 @@ __global__ void __launch_bounds__(threads) TopKKernel(const __grid_constant__ To
     if (threadIdx.x == 0) p.selected.counts[list] = 0;
     return;
   }
-  Candidates<threads> c(p.scores + list * p.score_stride, p.positions[row] / p.unit_tokens + 1,
-                        p.first_units, p.last_units, p.k);
+  const int units = p.positions[row] / p.unit_tokens + 1;
+  Candidates<threads> c(p.scores + list * p.score_stride, units, p.first_units, p.last_units,
+                        KOfRow(p, units));
   int32_t* const out = p.selected.units + int64_t{list} * p.selected.capacity;
   int chosen = 0;
   if (c.wanted > 0 && c.begin < c.end) {
@@ -310,7 +311,7 @@ cudaError_t Launch(const TopKParams& p, cudaStream_t stream) {
 
 cudaError_t LaunchTopK(const TopKParams& p, cudaStream_t stream) {
   if (p.first_units < 0 || p.last_units < 0 || p.k < p.first_units + p.last_units ||
-      p.selected.capacity < p.k) {
+      p.selected.capacity < max(p.k, p.short_k)) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;

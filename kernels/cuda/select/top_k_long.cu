@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   // The units among which scores choose, [begin, end), `wanted` of them.
   const int units = p.positions[row] / p.unit_tokens + 1;
   const int begin = min(p.first_units, units), end = max(begin, units - p.last_units);
-  const int candidates = end - begin, wanted = p.k - begin - (units - end);
+  const int candidates = end - begin, wanted = KOfRow(p, units) - begin - (units - end);
   const float* const scores = p.scores + list * p.score_stride;
   int32_t* const out = p.selected.units + int64_t{list} * p.selected.capacity;
   const bool is_last = rank == blocks - 1;

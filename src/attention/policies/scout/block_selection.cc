@@ -58,7 +58,7 @@ kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
   if (shape_.shortlist_blocks > 0) Refine(stream, layer, queries);
   const kernels::UnitLists selected = {selected_.as<int32_t>(), selected_counts_.as<int32_t>(),
                                        shape_.budget_blocks};
-  SelectBest(stream, queries, shape_.budget_blocks, selected);
+  SelectBest(stream, queries, shape_.budget_blocks, 0, selected);
 
   kernels::SplitParams split{};
   split.residency = tier_->Residency(layer);
@@ -77,7 +77,7 @@ kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
 }
 
 void BlockSelection::SelectBest(Stream& stream, const KvAttention::Queries& queries, int32_t k,
-                                const kernels::UnitLists& selected) const {
+                                int32_t short_k, const kernels::UnitLists& selected) const {
   kernels::TopKParams top{};
   top.scores = scores_.as<float>();
   top.score_stride = shape_.most_blocks;
@@ -88,6 +88,7 @@ void BlockSelection::SelectBest(Stream& stream, const KvAttention::Queries& quer
   top.kv_heads = shape_.kv_heads;
   top.unit_tokens = shape_.block_tokens;
   top.k = k;
+  top.short_k = short_k;
   top.first_units = kScoutFirstBlocks;
   top.last_units = std::min(kScoutRingBlocks, k - kScoutFirstBlocks);
   top.margin = std::numeric_limits<float>::infinity();
@@ -111,7 +112,7 @@ void BlockSelection::Refine(Stream& stream, int layer, const KvAttention::Querie
   refine.block_tokens = shape_.block_tokens;
   refine.scale = queries.scale;
   refine.reduction = reduction_;
-  SelectBest(stream, queries, shape_.shortlist_blocks, refine.units);
+  SelectBest(stream, queries, shape_.least_shortlist, shape_.shortlist_blocks, refine.units);
   device_->kernels().RefineScores(stream, refine);
 }
 

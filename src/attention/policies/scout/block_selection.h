@@ -23,11 +23,12 @@ struct ScoutShape {
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
   int32_t block_tokens = 0;
-  int32_t budget_blocks = 0;     // blocks selected per list
-  int32_t shortlist_blocks = 0;  // blocks per list whose key codes are scored; 0: none
-  int32_t recall_blocks = 0;     // KV slots beside the ring, in blocks
-  int32_t resident_blocks = 0;   // most blocks per list that the device attends to
-  int32_t most_blocks = 0;       // blocks of the longest sequence
+  int32_t budget_blocks = 0;  // blocks selected per list
+  // Blocks per list whose key codes are scored, of a short row and of the longest ones; 0: none.
+  int32_t shortlist_blocks = 0, least_shortlist = 0;
+  int32_t recall_blocks = 0;    // KV slots beside the ring, in blocks
+  int32_t resident_blocks = 0;  // most blocks per list that the device attends to
+  int32_t most_blocks = 0;      // blocks of the longest sequence
 };
 
 // The first block and the newest are always attended to.
@@ -43,7 +44,7 @@ inline constexpr int32_t kScoutRingBlocks = 2;
 inline constexpr size_t kScoutDigests = 0;
 inline constexpr size_t kScoutKeyCodes = 1;
 
-// The shortlist holds so many budgets, but no fewer than PolicyOptions::Scout::shortlist_tokens.
+// The shortlist of any row holds so many budgets.
 inline constexpr int32_t kScoutShortlistBudgets = 2;
 
 class BlockSelection {
@@ -81,8 +82,9 @@ class BlockSelection {
         device_(options.device),
         tier_(&tier) {}
 
-  // Selects the `k` blocks with the highest of `scores_`.
-  void SelectBest(Stream& stream, const KvAttention::Queries& queries, int32_t k,
+  // Selects the `k` blocks with the highest of `scores_`, more of short rows
+  // (kernels::TopKParams::short_k).
+  void SelectBest(Stream& stream, const KvAttention::Queries& queries, int32_t k, int32_t short_k,
                   const kernels::UnitLists& selected) const;
   // Computes the scores of the blocks with the highest digest scores again, from key codes.
   void Refine(Stream& stream, int layer, const KvAttention::Queries& queries) const;

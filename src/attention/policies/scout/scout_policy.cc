@@ -75,8 +75,9 @@ class ScoutPolicyImpl : public ScoutPolicy {
                           kernels::KeyCodeWords(shape_.head_dim) *
                           static_cast<int64_t>(sizeof(int32_t));
     const int64_t blocks = kv().BlocksFor(tokens);
-    return shape_.kv_heads * (blocks * digest + std::min<int64_t>(blocks, shape_.shortlist_blocks) *
-                                                    (digest + codes));
+    const int64_t shortlist = std::max<int64_t>(
+        shape_.least_shortlist, shape_.shortlist_blocks - blocks / kernels::kShortKUnits);
+    return shape_.kv_heads * (blocks * digest + std::min(blocks, shortlist) * (digest + codes));
   }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
@@ -329,10 +330,9 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
                      shape.most_blocks)
           : shape.budget_blocks;
   if (options.scout.key_codes) {
-    shape.shortlist_blocks =
-        std::min(std::max(kScoutShortlistBudgets * shape.budget_blocks,
-                          static_cast<int32_t>(kind.BlocksFor(options.scout.shortlist_tokens))),
-                 shape.most_blocks);
+    const auto wanted = static_cast<int32_t>(kind.BlocksFor(options.scout.shortlist_tokens));
+    shape.least_shortlist = std::max(kScoutShortlistBudgets * shape.budget_blocks, wanted / 2);
+    shape.shortlist_blocks = std::max(shape.least_shortlist, wanted);
   }
   shape.resident_blocks =
       options.scout.attend_whole ? shape.recall_blocks + kScoutRingBlocks : shape.budget_blocks;
