@@ -110,6 +110,51 @@ void CheckAgainstFull(const std::string& kernels) {
 TEST_CASE("ess: what full gives, of packed entries") { CheckAgainstFull("portable"); }
 TEST_CASE("ess: what full gives, of packed entries (cuda)", "[cuda]") { CheckAgainstFull("cuda"); }
 
+// One layer with the heads, the selection and the pool ratio of DeepSeek-V3.2, past 8K tokens.
+void CheckLongContext(const LatentRig::Shape& shape) {
+  constexpr int kChunk = 64, kChunks = 130, kTokens = kChunk * kChunks, kSteps = 12;
+  PolicyOptions::Ess ess;
+  ess.sparse_memory_ratio = 0.2;
+  ess.least_places = shape.top_k + 64;
+  ess.overlap = Overlap::kDa;
+  LatentRig full(shape, {}, "full"), rig(shape, ess);
+  for (LatentRig* each : {&full, &rig}) {
+    REQUIRE(each->Admit(0, TestSeed(), 0, kTokens + kSteps, kTokens));
+    for (int chunk = 0; chunk + 1 < kChunks; ++chunk) each->Prompt(0, kChunk);
+  }
+  const auto compare = [&](const auto& run) {
+    const Result want = run(full), got = run(rig);
+    for (size_t layer = 0; layer < want.size(); ++layer) {
+      for (size_t r = 0; r < want[layer].size(); ++r) {
+        INFO("layer " << layer << ", row " << r);
+        REQUIRE(RelativeError(got[layer][r], want[layer][r]) < 2e-3);
+      }
+    }
+  };
+  compare([](LatentRig& each) { return each.Prompt(0, kChunk); });
+  for (LatentRig* each : {&full, &rig}) {
+    if (each->policy().NeedsEndPrompt()) each->EndPrompt(0);
+  }
+  for (int step = 0; step < kSteps; ++step) {
+    compare([](LatentRig& each) { return each.Step({0}); });
+  }
+  for (const PolicyStatistics::Layer& layer : rig.policy().Statistics().layers) {
+    CHECK(layer.missing > 0);
+    CHECK(layer.missing < layer.selected / 2);
+  }
+}
+
+TEST_CASE("ess: what full gives, of packed entries, at 8K tokens (cuda)", "[cuda]") {
+  if (!IsHere("cuda")) return;
+  LatentRig::Shape shape = Packed("cuda");
+  shape.layers = 1;
+  shape.top_k = 2048;
+  shape.max_context = 8704;
+  shape.drift = 0.02;
+  shape.pool_bytes = size_t{64} << 20;
+  CheckLongContext(shape);
+}
+
 // Runs steps of three sequences, two of which outgrow their pools. Returns the results, and how
 // often a step was recorded again.
 std::pair<std::vector<Result>, int> RunRecorded(const std::string& kernels, Overlap overlap) {
