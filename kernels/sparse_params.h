@@ -82,9 +82,12 @@ constexpr double KeyCodeLevel(bool upper, bool outer) {
   return 0.5 + (upper ? 1 : -1) * (outer ? 0.4 : 0.1);
 }
 
-// Computes scores[l][b] = reduction over the group's heads of scale * sum_d max(q_d * largest_d,
-// q_d * smallest_d), for b < positions[r] / block_tokens. The score is an upper bound of scale * q
-// k over block b. The newest block's score is -inf and its digest is not read: one layer ahead of
+// Computes scores[l][b] = reduction over the group's heads of scale * sum_d (q_d * middle_d +
+// (1 - narrowed) * |q_d| * half_d), for b < positions[r] / block_tokens, where middle and half are
+// the middle of the range [smallest, largest] and half of its width. If narrowed is 0, the summand
+// is max(q_d * largest_d, q_d * smallest_d), and the score an upper bound of scale * q k over block
+// b (Quest). No key is at its bound in every element, so a bound of narrowed ranges ranks blocks
+// better. The newest block's score is -inf and its digest is not read: one layer ahead of
 // time the digest lacks the row's own token, and where that token begins the block, the digest is
 // another sequence's. The policy that selects forces the newest block in.
 struct DigestScoresParams {
@@ -100,6 +103,7 @@ struct DigestScoresParams {
   int32_t block_tokens;
   float scale;
   GroupReduction reduction;
+  float narrowed = 0;  // from 0 to 1
 };
 
 // Computes the scores of a shortlist of blocks from key codes: a head's score of a block in `units`

@@ -155,7 +155,8 @@ void ShareUnits(int64_t rows, int64_t kv_heads, bool whole, Worker worker, Units
 }
 
 // A block's bound is one dot product: of [smallest, largest], as the digest has them, with the
-// query's negative elements, then its positive ones.
+// query's negative elements, then its positive ones. A bound of narrowed ranges takes a part of an
+// element from one end of the range and the rest from the other.
 template <class S>
 struct DigestSource {
   const DigestScoresParams& p;
@@ -168,6 +169,7 @@ struct DigestSource {
 
   void SetHeads(int64_t first, int64_t count) {
     const int64_t dim = p.digests.dim / 2, group = p.heads / p.digests.kv_heads;
+    const float other = p.narrowed / 2, own = 1 - other;
     heads = count;
     for (int64_t h = 0; h < count; ++h) {
       const float* q = p.q + row * p.q_stride + (kv_head * group + first + h) * dim;
@@ -176,8 +178,8 @@ struct DigestSource {
         const float scaled = q[d] * p.scale;
         // A negative scale would turn smallest and largest around; the scale is the softmax's, and
         // positive.
-        out[d] = scaled < 0 ? scaled : 0.0f;
-        out[dim + d] = scaled < 0 ? 0.0f : scaled;
+        out[d] = scaled * (scaled < 0 ? own : other);
+        out[dim + d] = scaled * (scaled < 0 ? other : own);
       }
     }
   }

@@ -124,8 +124,10 @@ void DigestScores(const DigestScoresParams& p, Worker worker) {
             static_cast<const char*>(p.digests.base) + RowOffset(p.digests, slot, b, kv_head);
         double sum = 0;
         for (int64_t d = 0; d < dim; ++d) {
-          sum += std::max(double{q[d]} * Get(row, p.digests.type, d),
-                          double{q[d]} * Get(row, p.digests.type, dim + d));
+          const double least = Get(row, p.digests.type, d);
+          const double largest = Get(row, p.digests.type, dim + d);
+          sum += q[d] * (least + largest) / 2 +
+                 (1 - double{p.narrowed}) * std::fabs(q[d]) * (largest - least) / 2;
         }
         scores[static_cast<size_t>(g)].push_back(double{p.scale} * sum);
       }

@@ -64,6 +64,9 @@ struct PolicyOptions {
     // Key codes are scored for so many tokens less a 16th of the context, but for no fewer than
     // half of it or two budgets (policies/scout/README.md). Benches alone change it.
     int shortlist_tokens = 8192;
+    // How far ranges are narrowed for the scores that make the shortlist
+    // (kernels::DigestScoresParams). Benches alone change it.
+    float narrowed = 0.65f;
     // False, for benches: queries are predicted from the input of the layer before alone, as
     // published.
     bool drift = true;

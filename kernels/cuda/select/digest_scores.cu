@@ -1,5 +1,6 @@
 // Quest's bounds of blocks: a digest row [least, largest] times the query's negative elements,
-// then its positive ones, which is one dot product for each query head.
+// then its positive ones, which is one dot product for each query head. For narrowed ranges a part
+// of each element moves to the other end.
 //
 // The kernel moves each digest row once for all query heads of its group, 4 * head_dim bytes: 84
 // MB for 10 rows of Qwen3-14B at 64K (8 KV heads, 2,048 blocks). The floor is 17.5 us at 4.8
@@ -50,10 +51,11 @@ struct DigestRows {
   __device__ void PutQuery(int head, float* to) const {
     const int dim = p.digests.dim / 2, group = p.heads / p.digests.kv_heads;
     const float* q = p.q + row * p.q_stride + (kv_head * group + head) * dim;
+    const float other = p.narrowed / 2, own = 1 - other;
     for (int d = static_cast<int>(threadIdx.x); d < dim; d += 32 * kScoreWarps) {
       const float scaled = q[d] * p.scale;
-      to[d] = scaled < 0 ? scaled : 0.0f;
-      to[dim + d] = scaled < 0 ? 0.0f : scaled;
+      to[d] = scaled * (scaled < 0 ? own : other);
+      to[dim + d] = scaled * (scaled < 0 ? other : own);
     }
   }
   __device__ float Score(const float* queries, int count, int unit) const {
@@ -73,7 +75,9 @@ constexpr int kMaxShared = 48 << 10;
 // B operands of 8 heads of the group, 32 lanes for each 16 positions of k: upper parts, lower
 // parts.
 template <int segments>
-__device__ void PutQueries(const float* q, int heads, int dim, float scale, uint4* queries) {
+__device__ void PutQueries(const float* q, int heads, int dim, float scale, float narrowed,
+                           uint4* queries) {
+  const float other = narrowed / 2, own = 1 - other;
   constexpr int kSteps = 2 * segments * 32 / kThreads;  // steps of a thread
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   float v[kSteps][4];  // all loads start before the first is used
@@ -93,7 +97,7 @@ __device__ void PutQueries(const float* q, int heads, int dim, float scale, uint
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float scaled = lane / 4 < heads ? v[i][j] * scale : 0.0f;
-      v[i][j] = (scaled < 0) == is_least ? scaled : 0.0f;
+      v[i][j] = scaled * ((scaled < 0) == is_least ? own : other);
     }
     uint4 operand;
     SplitBf16(v[i][0], v[i][1], operand.x, operand.z);
@@ -240,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     if (i < count) load(digests, i);
     for (int list = 0; list < (count > of_first ? 2 : 1); ++list) {
       for (int first = 0; first < group; first += kTileHeads) {
-        PutQueries<segments>(parts[list].q + first * dim, group - first, dim, p.scale,
+        PutQueries<segments>(parts[list].q + first * dim, group - first, dim, p.scale, p.narrowed,
                              operands + list * list_operands + first / kTileHeads * 64 * segments);
       }
     }

@@ -90,6 +90,8 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.scout.key_codes = value != 0; }},
     {"shortlist", "scout", true,
      [](PolicyOptions& o, double value) { o.scout.shortlist_tokens = static_cast<int>(value); }},
+    {"narrowed", "scout", false,
+     [](PolicyOptions& o, double value) { o.scout.narrowed = static_cast<float>(value); }},
     {"drift", "scout", false, [](PolicyOptions& o, double value) { o.scout.drift = value != 0; }},
     {"beta", "hgca", false,
      [](PolicyOptions& o, double value) { o.hgca.beta = static_cast<float>(value); }},

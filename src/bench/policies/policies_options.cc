@@ -48,6 +48,7 @@ scout:interval=8. These settings exist in this bench alone:
   whole=0              (scout) the GPU attends to the selected blocks alone
   codes=0              (scout) blocks are selected by their digests alone
   shortlist=N          (scout) key codes of N tokens less a 16th of the context are scored, at least of N / 2 tokens
+  narrowed=X           (scout) how far digests are narrowed for the shortlist: 0 takes Quest's bound
   rehearsals=N         (scout) times that a first decode row is rehearsed
   drift=0              (scout) queries are predicted from the input of the layer before alone
   resident=N           (scout) tokens of recalled blocks that HBM has slots for

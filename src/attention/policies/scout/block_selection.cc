@@ -53,6 +53,7 @@ kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
   scores.block_tokens = shape_.block_tokens;
   scores.scale = queries.scale;
   scores.reduction = reduction_;
+  if (shape_.shortlist_blocks > 0) scores.narrowed = narrowed_;
   kernels.DigestScores(stream, scores);
 
   if (shape_.shortlist_blocks > 0) Refine(stream, layer, queries);

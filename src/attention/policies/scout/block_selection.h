@@ -77,6 +77,7 @@ class BlockSelection {
  private:
   BlockSelection(const PolicyOptions& options, const ScoutShape& shape, const OffloadTier& tier)
       : reduction_(options.reduction),
+        narrowed_(options.scout.narrowed),
         whole_(options.scout.attend_whole),
         shape_(shape),
         device_(options.device),
@@ -90,6 +91,7 @@ class BlockSelection {
   void Refine(Stream& stream, int layer, const KvAttention::Queries& queries) const;
 
   kernels::GroupReduction reduction_;
+  float narrowed_;
   bool whole_;
   ScoutShape shape_;
   Device* device_;

@@ -290,6 +290,10 @@ absl::Status CheckOptions(const PolicyOptions& options) {
     return absl::InvalidArgumentError(
         absl::StrCat("scout share_limit: ", scout.share_limit, ", must be above 0"));
   }
+  if (!(scout.narrowed >= 0 && scout.narrowed <= 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("scout narrowed: ", scout.narrowed, ", must be from 0 to 1"));
+  }
   const std::vector<int32_t>& intervals = scout.intervals;
   if (!intervals.empty() && intervals.size() != static_cast<size_t>(layout.layers)) {
     return absl::InvalidArgumentError(absl::StrCat("scout intervals: of ", intervals.size(),

@@ -475,6 +475,7 @@ TEST_CASE("options out of range are refused by name") {
   };
   refused("budget_tokens: 31", [](PolicyOptions& o) { o.budget_tokens = 31; });
   refused("share_limit", [](PolicyOptions& o) { o.scout.share_limit = 0; });
+  refused("narrowed: 1.5", [](PolicyOptions& o) { o.scout.narrowed = 1.5f; });
   refused("resident_tokens", [](PolicyOptions& o) { o.scout.resident_tokens = -1; });
   refused("of 2 layers, the model has 3", [](PolicyOptions& o) { o.scout.intervals = {1, 2}; });
   refused("layer 1 has -4", [](PolicyOptions& o) { o.scout.intervals = {1, -4, 2}; });
