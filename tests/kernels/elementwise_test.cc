@@ -91,7 +91,8 @@ struct AheadRun {
 
 void TestAhead(const KernelTable& table, Random& random) {
   const auto slots = BufferOf<int32_t>({2, -1, 0, 3, 1});
-  for (const int32_t dim : {1, 33, 576, 5120}) {
+  // In a row of one or two elements x and the drift may cancel, and the norm makes the rest large.
+  for (const int32_t dim : {9, 33, 576, 5120}) {
     for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
       INFO(dim << " elements");
       const auto weight = NormalBuffer<float>(dim, random);
