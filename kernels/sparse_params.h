@@ -205,11 +205,17 @@ struct TopKParams {
   int32_t short_k;       // 0: k does not depend on the row
   UnitLists runners_up;  // units null: no runners-up are wanted
 };
+// Units that a row may have more for each unit that it selects fewer. It is how many digests are
+// scored in the time of one block's key codes (policies/scout/README.md), so that the scores of a
+// row take the same time at any length.
 inline constexpr int32_t kShortKUnits = 16;
-// Returns up to how many of a row's `units` units are selected.
+// Return up to how many of a row's `units` units are selected.
+constexpr int32_t KOfRow(int32_t k, int32_t short_k, int32_t units) {
+  const int32_t of_row = short_k - units / kShortKUnits;
+  return of_row > k ? of_row : k;
+}
 constexpr int32_t KOfRow(const TopKParams& p, int32_t units) {
-  const int32_t k = p.short_k - units / kShortKUnits;
-  return k > p.k ? k : p.k;
+  return KOfRow(p.k, p.short_k, units);
 }
 
 // Tells which units of a sequence and layer have a place in HBM. The newest `ring` units are always

@@ -75,8 +75,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
                           kernels::KeyCodeWords(shape_.head_dim) *
                           static_cast<int64_t>(sizeof(int32_t));
     const int64_t blocks = kv().BlocksFor(tokens);
-    const int64_t shortlist = std::max<int64_t>(
-        shape_.least_shortlist, shape_.shortlist_blocks - blocks / kernels::kShortKUnits);
+    const int64_t shortlist = kernels::KOfRow(shape_.least_shortlist, shape_.shortlist_blocks,
+                                              static_cast<int32_t>(blocks));
     return shape_.kv_heads * (blocks * digest + std::min(blocks, shortlist) * (digest + codes));
   }
   const float* parts_lse(int layer) const override { return lse(layer); }

@@ -14,18 +14,21 @@
 #include "kernels/kernel_table.h"
 #include "src/base/rng.h"
 #include "tests/test_main.h"
+#include "tests/unit/attention/policies/scout/scout_support.h"
 #include "tests/unit/attention/policy_rig.h"
 #include "tests/unit/attention/policy_traffic.h"
 
 namespace sluice {
 namespace {
 
+using testing::FirstResident;
 using testing::PolicyRig;
 using testing::RandomVectors;
 using testing::RelativeError;
 using Who = PolicyRig::Who;
 
-constexpr int kRing = 2;  // blocks
+constexpr int kRing = testing::kScoutTestRing;
+constexpr double kTolerance = testing::kScoutTolerance;
 // A limit of the CPU's share under which nothing is ever recalled.
 constexpr float kNever = std::numeric_limits<float>::infinity();
 
@@ -34,20 +37,6 @@ std::unique_ptr<ScoutPolicy> MakePolicy(const PolicyOptions& options) {
   INFO(std::string(policy.status().ToString()));
   REQUIRE(policy.ok());
   return *std::move(policy);
-}
-
-// Kernels may round queries to bf16 before a product.
-constexpr double kTolerance = 1e-2;
-
-// Returns the blocks with which a sequence of `context` tokens begins in `places` places beside the
-// ring: the first, and the newest before the ring.
-std::set<int32_t> FirstResident(int context, int block_tokens, int places) {
-  const int newest = (context - 1) / block_tokens;
-  std::set<int32_t> resident;
-  if (newest >= kRing) resident.insert(0);
-  for (int block = newest - kRing; block > 0 && static_cast<int>(resident.size()) < places; --block)
-    resident.insert(block);
-  return resident;
 }
 
 // Decodes one sequence and checks every row against softmax over the blocks that naive selection

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <memory>
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "src/attention/policies/scout/scout_policy.h"
 #include "tests/test_main.h"
+#include "tests/unit/attention/policies/scout/scout_support.h"
 #include "tests/unit/attention/policy_rig.h"
 
 namespace sluice {
@@ -18,9 +20,7 @@ using testing::RandomVectors;
 using testing::RelativeError;
 using Who = PolicyRig::Who;
 
-constexpr int kRing = 2;  // blocks
-// Kernels may round queries to bf16 before a product.
-constexpr double kTolerance = 1e-2;
+constexpr int kRing = testing::kScoutTestRing;
 
 // A naive model of one layer and one sequence: which blocks have a place in HBM, by the rules of
 // kernels/sparse_params.h.
@@ -31,14 +31,12 @@ class NaiveLayer {
       : block_tokens_(rig.shape().block_tokens),
         budget_blocks_(options.budget_tokens / block_tokens_),
         share_limit_(options.scout.share_limit) {
-    std::vector<int> first;
-    const int end = context / block_tokens_ - kRing + 1;
-    for (int block = std::max(end - places + 1, 1); block < end; ++block) first.push_back(block);
-    if (end > 0) first.insert(first.begin(), 0);
+    const std::set<int32_t> first = testing::FirstResident(context, block_tokens_, places);
     heads_.resize(static_cast<size_t>(rig.shape().kv_heads));
     for (Head& head : heads_) {
       head.resize(static_cast<size_t>(places));
-      for (size_t i = 0; i < first.size(); ++i) head[i] = {first[i], 0};
+      auto place = head.begin();
+      for (const int block : first) *place++ = {block, 0};
     }
   }
 
@@ -128,6 +126,7 @@ struct Run {
   int budget_blocks = 6;
   int places = 5;  // beside the ring
   int steps = 50;
+  int shortlist_blocks = 0;  // of PolicyOptions::Scout::shortlist_tokens; 0: its default
 };
 
 // Decodes one sequence and checks its rows. Returns how many steps of a layer recalled, at most and
@@ -139,6 +138,9 @@ std::pair<int64_t, int64_t> CheckAgainstNaive(const PolicyRig::Shape& shape, con
   options.scout.resident_tokens = run.places * shape.block_tokens;
   options.scout.key_codes = run.key_codes;
   options.scout.share_limit = 0.36f;
+  if (run.shortlist_blocks > 0) {
+    options.scout.shortlist_tokens = run.shortlist_blocks * shape.block_tokens;
+  }
   options.workers = 2;
   auto made = NewScoutPolicy(options);
   REQUIRE(made.ok());
@@ -162,7 +164,7 @@ std::pair<int64_t, int64_t> CheckAgainstNaive(const PolicyRig::Shape& shape, con
       const auto row = rig.Naive(seed, layer, position, [&](int kv_head, int token) {
         return of_layer.QueryFor(kv_head, token / shape.block_tokens, position, selected);
       });
-      CHECK(RelativeError(out[static_cast<size_t>(layer)][0], row) <= kTolerance);
+      CHECK(RelativeError(out[static_cast<size_t>(layer)][0], row) <= testing::kScoutTolerance);
       const NaiveLayer::Settled settled = of_layer.Settle(position, selected);
       PolicyStatistics::Layer& sums = want[static_cast<size_t>(layer)];
       sums.missing += settled.missing * shape.block_tokens;
@@ -204,6 +206,15 @@ TEST_CASE("with recalls, prediction and a rehearsal every row is that of a naive
   shape.threads = 2;
   CheckManySteps(shape, /*key_codes=*/true);
 }
+
+// The least shortlist holds 13 blocks here. These rows have 19 to 22, and all are scored by codes.
+void ShortRows(const PolicyRig::Shape& shape) {
+  Run run;
+  run.context_blocks = 18;
+  run.shortlist_blocks = 26;
+  CheckAgainstNaive(shape, run);
+}
+SLUICE_TEST_ON_CPU_AND_GPU("a shortlist of scout is longer for short rows", ShortRows)
 
 TEST_CASE("with recalls, prediction and a rehearsal every row is that of a naive scout (cuda)",
           "[cuda]") {
