@@ -12,33 +12,48 @@
 #include "src/attention/policies/recall/projection.h"
 #include "src/attention/policy_profile.h"
 #include "src/base/logging.h"
+#include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/bench/harness/bench_device.h"
+#include "src/bench/harness/policy_run.h"
+#include "src/bench/harness/scout_shares.h"
 #include "src/bench/report/flags.h"
+#include "src/bench/workload/context.h"
+#include "src/bench/workload/topic_drift.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/model_config.h"
 #include "src/profile/beta_run.h"
+#include "src/profile/intervals.h"
 #include "src/profile/latent_profile.h"
 #include "src/profile/progress.h"
-#include "src/profile/share_run.h"
 #include "src/profile/skew_run.h"
 #include "src/profile/traffic.h"
 
 namespace sluice {
 namespace {
 
+using bench::ArenaBytes;
 using bench::BenchDevice;
+using bench::BenchTiers;
+using bench::Context;
+using bench::ContextMaker;
 using bench::Flags;
+using bench::MeasureShares;
+using bench::PolicyWorld;
+using bench::ShareTokens;
+using bench::TopicDrift;
+using bench::TopicDriftContext;
+using bench::TopicDriftWeights;
 
 constexpr char kAbout[] =
     "Measures what sparse policies need to know of a model and its traffic beforehand, and\n"
     "writes it to a file that sluice-server reads (--policy-profile FILE).\n"
     "\n"
-    "Recall intervals, for --policy scout: each prompt is decoded with recall off, and the\n"
-    "share of the budget that the CPU has to attend to is noted for every layer and step. A\n"
-    "layer's interval is the largest number of steps before that share reaches --share-limit.\n"
+    "Recall intervals, for --policy scout: each prompt is decoded, and the share of the budget\n"
+    "that the CPU has to attend to is noted for every layer and step since a recall. A layer's\n"
+    "interval is the largest number of steps before that share reaches --share-limit.\n"
     "Profile with the traffic, block_tokens and budget_tokens that will be served: the server\n"
-    "refuses others.\n"
+    "refuses others. Prompts must be longer than the budget, since a shorter one has no share.\n"
     "\n"
     "A projection, for --policy recall, with --skew: the prompts' queries under full\n"
     "attention give an orthogonal skew for each layer and KV head (a singular value\n"
@@ -64,6 +79,9 @@ constexpr char kExamples[] =
     "  sluice-profile --model models/m --traffic prompts.jsonl --betas --no-intervals --out "
     "m.json\n"
     "  sluice-profile --model models/m --prompts 4 --context 4096 --steps 128 --out m.json\n"
+    "  sluice-profile --model configs/models/qwen3-14b --topic-drift --device cuda --context 65536 "
+    "\\\n"
+    "      --dense-layers 0 --out drift.json\n"
     "  sluice-server --model models/m --policy scout --policy-profile m.profile.json\n"
     "  sluice-profile --model models/deepseek --traffic prompts.jsonl --contexts 32768 --ratios "
     "0.2 \\\n"
@@ -78,7 +96,7 @@ struct Options {
   int64_t threads = 0, workers = 1, prompts = 4, context = 1024, seed = 1, steps = 64;
   int64_t block_tokens = 32, budget_tokens = 2048, dense_layers = 2;
   int64_t rank = 0, skew_tokens = 1024;
-  double share_limit = 0.12;
+  double share_limit = PolicyOptions::Scout().share_limit;
   bool betas = false;
   int64_t hgca_window = 512;
   double hgca_share = 0.99;
@@ -106,61 +124,115 @@ class Profiler {
   }
 
  private:
-  static constexpr int kChunkTokens = 256;  // Prompt tokens in one step.
+  static constexpr int kChunkTokens = 512;  // Prompt tokens in one step.
 
   absl::Status Load() {
-    SLUICE_ASSIGN_OR_RETURN(device_, BenchDevice::Create({"cpu", options_.kernels, threads_}));
+    SLUICE_ASSIGN_OR_RETURN(device_,
+                            BenchDevice::Create({options_.device, options_.kernels, threads_}));
     Model::Options model;
     model.directory = options_.model;
     model.load_format = options_.dummy ? "dummy" : "auto";
     model.block_tokens = static_cast<int>(options_.block_tokens);
     model.max_rows = kChunkTokens + 1;
     model.max_logits = 1;
+    if (options_.topic_drift) {
+      model.weights = [this](const ModelConfig& of) { return TopicDriftWeights(of, Drift()); };
+    }
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, &device_->device()));
     profile_.model_fingerprint = model_->fingerprint();
-    const int64_t vocab = model_->config().vocab_size;
-    if (options_.traffic.empty()) {
-      prompts_ = RandomTraffic(options_.prompts, options_.context, vocab,
-                               static_cast<uint64_t>(options_.seed));
-    } else {
-      SLUICE_ASSIGN_OR_RETURN(prompts_, ReadTraffic(options_.traffic, vocab));
-    }
+    SLUICE_RETURN_IF_ERROR(LoadPrompts());
     for (size_t i = 0; i < prompts_.size(); ++i) {
-      const int64_t need = static_cast<int64_t>(prompts_[i].size()) + options_.steps + 1;
+      const int64_t need = static_cast<int64_t>(prompts_[i].size()) +
+                           ShareTokens(static_cast<int>(options_.steps)) + 1;
       if (need > model_->max_context()) {
         return absl::InvalidArgumentError(absl::StrCat(
             "prompt ", i + 1, " has ", prompts_[i].size(), " tokens: with --steps ", options_.steps,
             " it needs a context of ", need, ", the model has ", model_->max_context(),
             ": take shorter prompts (--context), or fewer steps"));
       }
+      longest_ = std::max(longest_, need);
     }
     return absl::OkStatus();
   }
 
+  absl::Status LoadPrompts() {
+    const ModelConfig& config = model_->config();
+    if (!options_.traffic.empty()) {
+      SLUICE_ASSIGN_OR_RETURN(prompts_, ReadTraffic(options_.traffic, config.vocab_size));
+      return absl::OkStatus();
+    }
+    if (!options_.topic_drift) {
+      prompts_ = RandomTraffic(options_.prompts, options_.context, config.vocab_size,
+                               static_cast<uint64_t>(options_.seed));
+      return absl::OkStatus();
+    }
+    SplitMix64 random(static_cast<uint64_t>(options_.seed));
+    for (int64_t i = 0; i < options_.prompts; ++i) {
+      prompts_.push_back(TopicDriftContext(config, Drift(), static_cast<int>(options_.context),
+                                           ShareTokens(static_cast<int>(options_.steps)) + 1,
+                                           random));
+    }
+    return absl::OkStatus();
+  }
+
+  TopicDrift Drift() const {
+    TopicDrift drift;
+    drift.seed = static_cast<uint64_t>(options_.seed);
+    drift.max_context = static_cast<int>(options_.context);
+    return drift;
+  }
+
+  // Decodes each prompt. Returns a series for each layer.
+  absl::StatusOr<std::vector<ShareSeries>> Decode(const PolicyOptions& policy) {
+    Device& device = device_->device();
+    PolicyWorld world;
+    world.device = &device;
+    world.model = model_.get();
+    world.max_context = model_->max_context();
+    world.options = policy;
+    // Twice the size of its cache holds a sequence's KV slots, the arrays beside them and its
+    // dense layers.
+    const int64_t home = ArenaBytes(model_->cache_layout(), longest_) + (1 << 20);
+    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<BenchTiers> tiers,
+                            BenchTiers::Create(device, 2 * home + (8 << 20), home));
+    SLUICE_RETURN_IF_ERROR(tiers->Cut(&world, "scout"));
+    SLUICE_RETURN_IF_ERROR(SetUpPolicy(world, "scout").status());  // before prompts are computed
+    SLUICE_ASSIGN_OR_RETURN(
+        const std::unique_ptr<ContextMaker> maker,
+        ContextMaker::Create(static_cast<int>(longest_), &device, model_.get()));
+    std::vector<ShareSeries> series(static_cast<size_t>(model_->cache_layout().layers));
+    Progress bar("decoding prompts");
+    for (size_t i = 0; i < prompts_.size(); ++i) {
+      SLUICE_ASSIGN_OR_RETURN(const Context context, maker->Compute(prompts_[i]));
+      SLUICE_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> shares,
+                              MeasureShares(world, context, static_cast<int>(options_.steps)));
+      for (size_t step = 0; step < shares.size(); ++step) {
+        for (auto layer = static_cast<size_t>(policy.dense_layers); layer < series.size();
+             ++layer) {
+          series[layer].Add(static_cast<int64_t>(step) + 1, shares[step][layer]);
+        }
+      }
+      bar.Show(static_cast<int64_t>(i) + 1, static_cast<int64_t>(prompts_.size()));
+    }
+    return series;
+  }
+
   absl::Status MeasureIntervals() {
     const int layers = model_->cache_layout().layers;
-    ShareRunOptions run;
-    run.policy.name = "scout";
-    run.policy.budget_tokens = static_cast<int>(options_.budget_tokens);
-    run.policy.dense_layers = static_cast<int>(std::min<int64_t>(options_.dense_layers, layers));
-    run.policy.workers = static_cast<int>(options_.workers);
-    run.steps = options_.steps;
-    std::vector<ShareSeries> series;
-    {
-      Progress bar("decoding with recall off");
-      SLUICE_ASSIGN_OR_RETURN(
-          series, MeasureShares(run, &device_->device(), model_.get(), prompts_,
-                                [&](int64_t done, int64_t all) { bar.Show(done, all); }));
-    }
+    PolicyOptions policy;
+    policy.budget_tokens = static_cast<int>(options_.budget_tokens);
+    policy.dense_layers = static_cast<int>(std::min<int64_t>(options_.dense_layers, layers));
+    policy.workers = static_cast<int>(options_.workers);
+    SLUICE_ASSIGN_OR_RETURN(const std::vector<ShareSeries> series, Decode(policy));
     profile_.block_tokens = static_cast<int32_t>(options_.block_tokens);
     profile_.budget_tokens = static_cast<int32_t>(options_.budget_tokens);
     profile_.share_limit = options_.share_limit;
-    std::printf("CPU share of the budget, by steps since the working set was made\n\n");
+    std::printf("CPU share of the budget, by steps since a recall\n\n");
     std::printf("%5s %9s %10s %10s %10s\n", "layer", "interval", "step 1", "at it", "last");
     double sum = 0;
     for (int layer = 0; layer < layers; ++layer) {
       PolicyProfile::Layer& of = profile_.layers.emplace_back();
-      if (layer < run.policy.dense_layers) continue;
+      if (layer < policy.dense_layers) continue;
       of.shares = series[static_cast<size_t>(layer)].Means();
       of.interval = IntervalOf(of.shares, options_.share_limit);
       sum += of.interval;
@@ -168,7 +240,7 @@ class Profiler {
       std::printf("%5d %9d %9.1f%% %9.1f%% %9.1f%%\n", layer, of.interval, 100 * of.shares.front(),
                   100 * of.shares[static_cast<size_t>(of.interval) - 1], 100 * of.shares.back());
     }
-    const int sparse = layers - run.policy.dense_layers;
+    const int sparse = layers - policy.dense_layers;
     if (sparse > 0) {
       std::printf("mean  %9.1f of %d steps measured\n", sum / sparse,
                   static_cast<int>(options_.steps));
@@ -254,6 +326,7 @@ class Profiler {
   std::unique_ptr<BenchDevice> device_;
   std::unique_ptr<Model> model_;
   std::vector<Prompt> prompts_;
+  int64_t longest_ = 0;  // Tokens of the longest prompt and of what is decoded after it.
   PolicyProfile profile_;
 };
 
@@ -293,14 +366,7 @@ absl::Status ProfileMisses(const Options& o) {
 absl::Status Profile(const Options& o) {
   // A model that cannot be read is reported where it is loaded.
   const absl::StatusOr<ModelConfig> config = LoadModelConfig(o.model);
-  if (!config.ok() || !config->latent.has_value()) {
-    if (o.device != "cpu" || o.topic_drift) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(o.topic_drift ? "--topic-drift" : "--device cuda",
-                       " is for models with latent caches: profile this one without it"));
-    }
-    return Profiler(o).Run();
-  }
+  if (!config.ok() || !config->latent.has_value()) return Profiler(o).Run();
   if (!config->latent->indexer.has_value()) {
     return absl::InvalidArgumentError(
         absl::StrCat(config->architecture,
@@ -338,8 +404,8 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Integer("prompts", "random prompts", 1, 100'000, &o.prompts);
   flags.Integer("context", "tokens of a random prompt", 1, 1 << 20, &o.context);
   flags.Integer("seed", "seed of random prompts", 0, INT64_MAX, &o.seed);
-  flags.Integer("steps", "tokens decoded after each prompt; no interval will be longer", 1, 4096,
-                &o.steps);
+  flags.Integer("steps", "steps from one recall to the next, of two; no interval will be longer", 1,
+                4096, &o.steps);
   flags.Integer("block-tokens", "tokens in a cache block, as served", 16, 256, &o.block_tokens);
   flags.Integer("budget-tokens", "tokens attended to in a sparse layer, as served", 1, 1 << 20,
                 &o.budget_tokens);
@@ -358,8 +424,7 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Integer("skew-tokens",
                 "tokens whose queries the projection is made from, spread over the prompts", 64,
                 1 << 20, &o.skew_tokens);
-  flags.Choice("device", {"cpu", "cuda"}, "device on which misses and stages are measured",
-               &o.device);
+  flags.Choice("device", {"cpu", "cuda"}, "device that decodes", &o.device);
   flags.Integers("contexts", "tokens of the prompts for misses; default: --context", 1, 1 << 20,
                  &o.contexts);
   flags.Integers("batches", "sequences that decode together, for misses", 1, 4096, &o.batches);
@@ -372,7 +437,7 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Text("dram-bytes", "BYTES", "DRAM for their entries, for misses", &o.dram_bytes);
   flags.Switch(
       "topic-drift",
-      "for a model with an indexer: make weights and prompts by formula, whose selections drift",
+      "make weights and prompts by formula, whose attention moves; only config.json is read",
       &o.topic_drift);
   flags.Integer("paths", "paths of --topic-drift; each layer's indexer sees one of them", 1, 64,
                 &o.paths);
@@ -389,6 +454,9 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   if (o.out.empty()) return Fail("--out is missing: name the file to write (see --help)", 2);
   if (o.no_intervals && !o.skew && !o.betas) {
     return Fail("--no-intervals leaves nothing to measure: add --skew or --betas (see --help)", 2);
+  }
+  if (o.topic_drift && !o.traffic.empty()) {
+    return Fail("--topic-drift makes its own prompts: leave --traffic out (see --help)", 2);
   }
   if (o.hgca_window % o.block_tokens != 0) {
     return Fail("--hgca-window takes a multiple of --block-tokens (see --help)", 2);

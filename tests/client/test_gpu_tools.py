@@ -249,24 +249,40 @@ def test_each_part_names_a_model_and_policies_that_exist(part, tmp_path):
             words = policies.command(run.quickly() if quick else run, Place(ROOT), "cpu", quick, tmp_path, None)
             flags = dict(zip(words[2::1], words[3::1]))
             assert (Path(flags["--model"]) / "config.json").is_file()
-            if isinstance(run, latent.ProfileRun):
+            if isinstance(run, (policies.IntervalRun, latent.ProfileRun)):
                 continue
             assert flags["--policies"].split(",")[0]
             assert int(flags["--max-batch"]) >= max(map(int, flags["--batches"].split(",")))
 
 
+def of(words, flag):
+    return words[words.index(flag) + 1]
+
+
+def profile_and_run(part, quick, folder):
+    """Returns the commands of a part that measures a profile and then takes it."""
+    profile, run = (r.quickly() if quick else r for r in policies.PARTS[part])
+    measured = policies.command(profile, Place(ROOT), "cpu", quick, folder, None)
+    takes = policies.command(run, Place(ROOT), "cpu", quick, folder, None)
+    assert Path(measured[0]).name == "sluice-profile" and Path(takes[0]).name == "sluice-bench"
+    assert of(takes, "--policy-profile") == of(measured, "--out")
+    assert of(takes, "--model") == of(measured, "--model")
+    return measured, takes
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_intervals_are_measured_before_the_run_that_takes_them(quick, tmp_path):
+    measured, takes = profile_and_run("profile", quick, tmp_path)
+    for profiled, run in (("--context", "--contexts"), ("--budget-tokens", "--budget"),
+                          ("--dense-layers", "--dense-layers")):
+        assert of(measured, profiled) == of(takes, run)
+    assert {"scout", "scout:controller=1"} <= set(of(takes, "--policies").split(","))
+
+
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_profile_is_measured_before_the_run_that_takes_it(quick, tmp_path):
-    profile, run = (r.quickly() if quick else r for r in policies.PARTS["ess-divide"])
-    measured = policies.command(profile, Place(ROOT), "cpu", quick, tmp_path, None)
-    takes = policies.command(run, Place(ROOT), "cpu", quick, tmp_path, None)
-    assert Path(measured[0]).name == "sluice-profile" and Path(takes[0]).name == "sluice-bench"
-
-    def of(words, flag):
-        return words[words.index(flag) + 1]
-
-    assert of(takes, "--policy-profile") == of(measured, "--out")
-    assert of(takes, "--model") == of(measured, "--model") and of(takes, "--contexts") == of(measured, "--contexts")
+    measured, takes = profile_and_run("ess-divide", quick, tmp_path)
+    assert of(takes, "--contexts") == of(measured, "--contexts")
     # The pools that are divided have more places than the fewest that were profiled.
     least = float(of(measured, "--ratios").split(",")[0])
     divided = [p for p in of(takes, "--policies").split(",") if "divide=1" in p]

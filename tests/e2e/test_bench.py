@@ -142,6 +142,24 @@ LATENT = ["policies", "--model", INDEXER, "--topic-drift", "--paths", "4", "--co
           "--hbm-bytes", "64MiB", "--dram-bytes", "256MiB", "--max-batch", "4"]
 
 
+def test_intervals_are_measured_on_topics_that_drift_and_a_bench_runs_by_them(tmp_path):
+    drift, out = ROOT / "configs" / "models" / "topic-drift-small", tmp_path / "p.json"
+    shape = ["--topic-drift", "--dense-layers", "0"]
+    profile(drift, out, *shape, "--context", "1024", "--prompts", "2", "--steps", "12", "--budget-tokens", "256")
+    layers = json.loads(out.read_text())["layers"]
+    for layer in layers:
+        assert len(layer["shares"]) == 12 and layer["interval"] >= 1
+    # What the last steps need has left the working set that was recalled.
+    assert sum(layer["shares"][-1] for layer in layers) > sum(layer["shares"][0] for layer in layers) >= 0
+    assert any(layer["interval"] < 12 for layer in layers)
+    report = report_of("policies", "--model", drift, *shape, "--policies", "scout,scout:controller=1", "--contexts", "1024",
+                       "--batches", "1", "--given-batches", "--budget", "256", "--steps", "6", "--policy-profile", out)
+    by_profile, by_controller = report["details"]["runs"]
+    assert by_profile["policy"] == "scout" and by_controller["policy"] == "scout:controller=1"
+    mean = sum(1 / layer["interval"] for layer in layers) / len(layers)
+    assert by_profile["recall_interval"] == pytest.approx(1 / mean, rel=0.25)
+
+
 def test_places_are_divided_by_a_profile_and_not_without_one(tmp_path):
     even, divided = "ess:ratio=0.2:least=160", "ess:ratio=0.2:least=160:divide=1"
     words = [*LATENT, "--policies", f"full,{even},{divided}", "--batches", "2", "--given-batches", "--steps", "4",

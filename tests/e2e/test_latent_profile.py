@@ -55,11 +55,6 @@ def test_what_a_latent_model_cannot_be_asked_for(tiny_models, tmp_path, flags, w
     assert not out.exists()
 
 
-def test_other_models_have_no_misses(tiny_models, tmp_path):
-    assert "latent" in profile(tiny_models("tiny-llama"), tmp_path / "p.json", "--device", "cuda", status=1)
-    assert "latent" in profile(tiny_models("tiny-llama"), tmp_path / "p.json", "--topic-drift", status=1)
-
-
 # KV slots for 512 entries, more than the sequences of those tests have.
 SERVED = ["--kv-dtype", "fp8", "--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "512",
           "--max-context", "1024", "--max-sequences", "16", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB"]

@@ -19,6 +19,7 @@ def test_help_teaches():
     (["--model", "m", "--out", "o", "--no-intervals"], "--skew"),
     (["--model", "m", "--out", "o", "--share-limit", "2"], "--share-limit"),
     (["--model", "m", "--out", "o", "stray"], "stray"),
+    (["--model", "m", "--out", "o", "--topic-drift", "--traffic", "t"], "--traffic"),
 ])
 def test_a_bad_command_line_is_refused_by_name(args, words):
     done = run(PROFILE, *args)

@@ -121,8 +121,9 @@ void CheckTogether(SplitMix64& random, const Drawn& drawn, const Close& close) {
     for (int i = 0; i < 6; ++i) {
       const int tokens = 2 + Below(random, fits ? std::min<int64_t>(30, drawn.limit / 2) : 60);
       const int64_t most = fits ? drawn.limit - tokens + 1 : drawn.limit + 8;
-      const int prompt = Below(random, 2) == 0 ? 1 + Below(random, most)
-                                               : static_cast<int>(most) - Below(random, most / 4);
+      int prompt = Below(random, 2) == 0 ? 1 + Below(random, most)
+                                         : static_cast<int>(most) - Below(random, most / 4);
+      if (!fits && i == 0) prompt = static_cast<int>(drawn.limit);  // outgrows it for certain
       requests.push_back(WithLogprobs(DrawPrompt(random, prompt), tokens));
     }
     std::vector<std::shared_ptr<TokenStream>> streams;

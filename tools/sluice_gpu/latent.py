@@ -65,7 +65,7 @@ class LatentRun:
 
 @dataclass(frozen=True)
 class ProfileRun:
-    """One call of sluice-profile, for later runs of the same part."""
+    """One call of sluice-profile that measures misses, for later runs of the same part."""
 
     name: str
     context: int

@@ -51,6 +51,7 @@ class Run:
     drifts: tuple[float, ...] = ()
     dram_gib: int = 110
     quality: bool = False
+    profile: str = ""  # name of an earlier IntervalRun whose file it takes
     traffic: str = ""  # traffics to run instead of equal sequences
     jump: int = 0  # tokens between jumps to another topic
     more: tuple[str, ...] = ()
@@ -105,7 +106,33 @@ class Run:
             out.append("--no-trace")
         if self.drifts:
             out += ["--drift", ",".join(map(str, self.drifts))]
+        if self.profile:
+            out += ["--policy-profile", str(folder / f"{self.profile}.json")]
         return out
+
+
+@dataclass(frozen=True)
+class IntervalRun:
+    """One call of sluice-profile that measures recall intervals on the topic-drift workload, for later runs."""
+
+    name: str
+    context: int
+    model: str = LARGE
+    prompts: int = 2
+    steps: int = 32
+    budget: int = 2048
+    quality = False
+
+    def quickly(self) -> "IntervalRun":
+        """Returns a run that takes seconds, with the model, the context and the budget of Run.quickly."""
+        return replace(self, model=SMALL, context=max(self.context // 32, 512), steps=8, budget=256)
+
+    def arguments(self, place: Place, quick: bool, folder: Path, texts: Path | None) -> list[str]:
+        """Returns the flags of sluice-profile, without the device and the output."""
+        return ["--model", str(place.root / self.model), "--topic-drift", "--dense-layers", "0",
+                "--context", str(self.context), "--prompts", str(self.prompts), "--steps", str(self.steps),
+                "--budget-tokens", str(self.budget),
+                "--workers", str(max(len(os.sched_getaffinity(0)) - 2, 1))]
 
 
 def _hgca_quality() -> tuple[str, ...]:
@@ -128,7 +155,7 @@ def _auto(name: str, contexts: tuple[int, ...], most: int = 16, **more) -> Run:
                trace=False, steps=12, distinct=1, **{"layers": 8, "dram_gib": 40, **more})
 
 
-AnyRun = Run | LatentRun | ProfileRun
+AnyRun = Run | IntervalRun | LatentRun | ProfileRun
 PARTS: dict[str, list[AnyRun]] = {
     # Every policy at its largest batch and at the largest batch of full.
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
@@ -161,6 +188,10 @@ PARTS: dict[str, list[AnyRun]] = {
                   traffic="steady,mixed,staggered", jump=48),
               Run("jumps-capped", ("scout", "recall"), (65536,), batches=(10,), given_batches=True, most=10,
                   full_sequences=2.5, statistics=0, traffic="steady", jump=48)],
+    # Intervals of a profile beside the controller.
+    "profile": [IntervalRun("intervals", 65536),
+                Run("64k", ("full", "scout", "scout:controller=1"), (65536,), statistics=0, trace=False, steps=24,
+                    profile="intervals")],
     "equal8k": [Run("8k-batch-8", EVERYONE, (8192,), batches=(1, 8), given_batches=True, most=8,
                   full_sequences=8, statistics=0)],
     "ablation": [Run("ablation", ("full", "scout", "scout-no-ahead", "scout-no-recall",
@@ -191,7 +222,7 @@ def token_bytes(model: Path) -> int:
 
 def command(run: AnyRun, place: Place, device: str, quick: bool, folder: Path,
             texts: Path | None) -> list[str]:
-    if isinstance(run, ProfileRun):
+    if isinstance(run, (IntervalRun, ProfileRun)):
         begin, out = [str(place.bin / "sluice-profile")], folder / f"{run.name}.json"
     else:
         begin, out = [str(place.bin / "sluice-bench"), "policies"], folder / run.name

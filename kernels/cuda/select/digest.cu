@@ -112,15 +112,15 @@ __device__ void DigestBlock(const T* keys, int tokens, int dim, T* out) {
 }
 
 // Writes the key codes of a complete block, whose digest lies at `digest`. All 32 lanes call it,
-// each for one element of every 32: a vote makes a word of their bits.
+// each for one element of every 32: 16 lanes add their codes up to a word.
 template <typename T>
 __device__ void CodeBlock(const DigestParams& p, const T* keys, const T* digest, int slot,
                           int block, int head) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int dim = p.cache.head_dim, words = KeyCodeWords(dim), tokens = p.cache.block_tokens;
   __syncwarp();  // the digest is there
-  for (int w = 0; w < words; ++w) {
-    const int d = 32 * w + lane;
+  for (int w = 0; w < words; w += 2) {
+    const int d = kKeyCodesOfWord * w + lane;
     const float least = d < dim ? static_cast<float>(digest[d]) : 0.0f;
     const float largest = d < dim ? static_cast<float>(digest[dim + d]) : 0.0f;
     const float middle = (least + largest) * 0.5f, quarter = (largest - least) * 0.25f;
@@ -134,12 +134,13 @@ __device__ void CodeBlock(const DigestParams& p, const T* keys, const T* digest,
       for (int i = 0; i < kAtOnce && first + i < tokens; ++i) {
         const bool is_upper = key[i] > middle;
         const bool is_outer = is_upper ? key[i] > middle + quarter : key[i] <= middle - quarter;
-        const unsigned upper = __ballot_sync(0xffffffffu, d < dim && is_upper);
-        const unsigned outer = __ballot_sync(0xffffffffu, d < dim && is_outer);
-        if (lane == 0) {
+        const uint32_t code = (is_upper ? 1u : 0u) | (is_outer ? 2u : 0u);
+        const uint32_t mine = d < dim ? code << KeyCodeShift(lane) : 0u;
+        const uint32_t word =
+            __reduce_or_sync(lane < kKeyCodesOfWord ? 0xffffu : 0xffff0000u, mine);
+        if (lane % kKeyCodesOfWord == 0 && w + lane / kKeyCodesOfWord < words) {
           uint32_t* const row = RowAt<uint32_t>(p.codes, slot, block * tokens + first + i, head);
-          row[w] = upper;
-          row[words + w] = outer;
+          row[w + lane / kKeyCodesOfWord] = word;
         }
       }
     }
@@ -177,7 +178,7 @@ cudaError_t LaunchDigest(const DigestParams& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   if (p.digests.type != p.cache.type || p.digests.dim != 2 * p.cache.head_dim ||
       !HasAlignedKeys(p.cache) || !HasAlignedRows(p.digests) ||
-      (p.codes.base != nullptr && p.codes.dim != 2 * KeyCodeWords(p.cache.head_dim))) {
+      (p.codes.base != nullptr && p.codes.dim != KeyCodeWords(p.cache.head_dim))) {
     return cudaErrorInvalidValue;
   }
   const auto kernel =

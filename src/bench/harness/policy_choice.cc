@@ -118,6 +118,11 @@ constexpr Setting kSettings[] = {
        o.scout.intervals.assign(static_cast<size_t>(o.hbm->layout().layers),
                                 static_cast<int32_t>(value));
      }},
+    // The controller decides when to recall, whatever a profile says.
+    {"controller", "scout", false,
+     [](PolicyOptions& o, double value) {
+       if (value != 0) o.scout.intervals.clear();
+     }},
     {"ratio", "ess", false,
      [](PolicyOptions& o, double value) { o.ess.sparse_memory_ratio = value; }},
     {"least", "ess", true,

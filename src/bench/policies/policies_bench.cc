@@ -20,6 +20,7 @@
 #include "src/bench/harness/bench_device.h"
 #include "src/bench/harness/policy_choice.h"
 #include "src/bench/harness/policy_run.h"
+#include "src/bench/harness/scout_shares.h"
 #include "src/bench/policies/auto_run.h"
 #include "src/bench/policies/latent_report.h"
 #include "src/bench/policies/policies_options.h"
@@ -174,7 +175,10 @@ class PoliciesBench {
   int steps() const { return static_cast<int>(options_.steps); }
 
   // Returns the tokens that any run needs beyond the context.
-  int RunTokens() const { return std::max(PolicyRunTokens(steps()), latent_report_.Tokens()); }
+  int RunTokens() const {
+    return std::max({PolicyRunTokens(steps()), latent_report_.Tokens(),
+                     ShareTokens(static_cast<int>(options_.statistics)) + 1});
+  }
 
   // Returns only a few contexts: their prefill takes longer than the measurements.
   absl::StatusOr<std::vector<Context>> Contexts(int tokens) {
@@ -226,7 +230,7 @@ class PoliciesBench {
     SLUICE_ASSIGN_OR_RETURN(const WorkloadStatistics statistics,
                             MeasureWorkload(world_, contexts[0], next));
     SLUICE_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> shares,
-                            MeasureShares(world_, contexts[0], next));
+                            MeasureShares(world_, contexts[0], static_cast<int>(more)));
     clock_.Pause();
     out_.Print(StatisticsText(statistics, shares, context));
     nlohmann::json found = StatisticsJson(statistics, shares, context);

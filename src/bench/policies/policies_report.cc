@@ -234,7 +234,7 @@ std::string StatisticsText(const WorkloadStatistics& statistics,
       "steps\n",
       100 * statistics.MeanChange(), 100 * statistics.greedy);
   absl::StrAppendFormat(&out, "%6s %30s %32s\n", "step", "important blocks since step 0",
-                        "scout's CPU share, no recall");
+                        "scout's CPU share since a recall");
   const std::vector<double> away = statistics.MeanAway();
   for (size_t step = 0; step < shares.size(); ++step) {
     const Spread spread = SpreadOf(shares[step]);

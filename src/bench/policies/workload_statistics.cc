@@ -241,37 +241,6 @@ double ShareAway(const std::vector<int32_t>& before, const std::vector<int32_t>&
   return static_cast<double>(away.size()) / static_cast<double>(now.size());
 }
 
-absl::StatusOr<std::vector<std::vector<double>>> MeasureShares(const PolicyWorld& world,
-                                                               const Context& context,
-                                                               absl::Span<const int32_t> next) {
-  PolicyWorld one = world;
-  one.slots = 1;
-  one.options.scout.recall = false;
-  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<AttentionPolicy> policy, SetUpPolicy(one, "scout"));
-  SLUICE_ASSIGN_OR_RETURN(
-      const std::unique_ptr<Dictation> dictation,
-      Dictation::Create({world.device, world.model, policy.get(), world.dram, world.max_context}));
-  SLUICE_RETURN_IF_ERROR(
-      dictation->Begin(context, static_cast<int>(context.tokens.size() + next.size()) + 1));
-  std::vector<std::vector<double>> shares;
-  PolicyStatistics before = policy->Statistics();
-  before.layers.resize(static_cast<size_t>(world.model->config().layers));
-  for (const int32_t token : next) {
-    SLUICE_RETURN_IF_ERROR(dictation->Step().status());
-    dictation->Append(token);
-    PolicyStatistics now = policy->Statistics();
-    std::vector<double>& layers = shares.emplace_back();
-    for (size_t i = 0; i < now.layers.size(); ++i) {
-      PolicyStatistics::Layer step;
-      step.steps = now.layers[i].steps - before.layers[i].steps;
-      step.missing = now.layers[i].missing - before.layers[i].missing;
-      layers.push_back(step.Share(world.options.budget_tokens, world.model->config().kv_heads));
-    }
-    before = std::move(now);
-  }
-  return shares;
-}
-
 absl::StatusOr<WorkloadStatistics> MeasureWorkload(const PolicyWorld& world, const Context& context,
                                                    absl::Span<const int32_t> next) {
   PolicyWorld one = world;

@@ -36,12 +36,6 @@ struct WorkloadStatistics {
 absl::StatusOr<WorkloadStatistics> MeasureWorkload(const PolicyWorld& world, const Context& context,
                                                    absl::Span<const int32_t> next);
 
-// Returns the share of policy scout's budget that the CPU attends to if nothing is recalled, by
-// step and layer; dense layers have 0.
-absl::StatusOr<std::vector<std::vector<double>>> MeasureShares(const PolicyWorld& world,
-                                                               const Context& context,
-                                                               absl::Span<const int32_t> next);
-
 // Returns the `count` blocks with the highest scores, ascending; among equals the lower ones win.
 std::vector<int32_t> HighestBlocks(const std::vector<double>& scores, int count);
 // Returns the share of `now` that is not in `before`, or 0 if `now` is empty. REQUIRES: both

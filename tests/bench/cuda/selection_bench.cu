@@ -260,7 +260,7 @@ class Bench {
                kPageBytes,
                kCodesOfPage * kCodeBytes,
                kCodesOfPage,
-               2 * KeyCodeWords(kHeadDim),
+               KeyCodeWords(kHeadDim),
                DType::kFloat32,
                kKvHeads};
     std::mt19937 random(5);
