@@ -151,7 +151,7 @@ HGCA_WINDOWS = ("full", *(f"hgca:beta=8:following={following}:window={window}"
 def _auto(name: str, contexts: tuple[int, ...], most: int = 16, **more) -> Run:
     """Returns shapes, one for each context, in which auto is beside what it may take at quality fast."""
     # A batch of `most` is the largest batch or does not fit, so that each policy decodes once.
-    return Run(name, ("auto", "full", "scout", "recall"), contexts, most=most, batches=(most,), statistics=0,
+    return Run(name, ("auto", "full", "scout", "scout:codes=0", "recall"), contexts, most=most, batches=(most,), statistics=0,
                trace=False, steps=12, distinct=1, **{"layers": 8, "dram_gib": 40, **more})
 
 
@@ -186,7 +186,7 @@ PARTS: dict[str, list[AnyRun]] = {
     "jumps": [Run("jumps", ("full", "scout", "recall"), (2048, 8192, 32768, 65536), batches=(10,),
                   given_batches=True, most=10, layers=20, full_sequences=10, dram_gib=60, statistics=0,
                   traffic="steady,mixed,staggered", jump=48),
-              Run("jumps-capped", ("scout", "recall"), (65536,), batches=(10,), given_batches=True, most=10,
+              Run("jumps-capped", ("scout",), (65536,), batches=(10,), given_batches=True, most=10,
                   full_sequences=2.5, statistics=0, traffic="steady", jump=48)],
     # Intervals of a profile beside the controller.
     "profile": [IntervalRun("intervals", 65536),

@@ -16,10 +16,13 @@ namespace {
 // Auto is near the best if it has at least this share of its tokens/s.
 constexpr double kNear = 0.95;
 
+// The setting with which blocks are selected by their digests alone.
+constexpr char kDigestsAlone[] = ":codes=0";
+
 std::string NameOf(const PolicyAndBudget& of) {
   return absl::StrCat(of.policy,
                       of.budget_tokens == 0 ? "" : absl::StrCat(":budget=", of.budget_tokens),
-                      of.digests ? ":codes=0" : "");
+                      of.digests ? kDigestsAlone : "");
 }
 
 // The runs that AutoDistanceText compares; null where there is none.
@@ -53,6 +56,7 @@ Compared CompareWithBest(const AutoRun& taken, const std::vector<PolicyRun>& run
 bool TookTheSame(const AutoRun& taken, const PolicyRun& run) {
   const PolicyAndBudget& of = taken.candidates[taken.choice.taken].of;
   return run.policy.substr(0, run.policy.find(':')) == of.policy &&
+         (run.policy.find(kDigestsAlone) != std::string::npos) == of.digests &&
          (of.budget_tokens == 0 || of.budget_tokens == run.budget_tokens);
 }
 

@@ -34,6 +34,7 @@
 #include "src/bench/trace/chrome_trace.h"
 #include "src/bench/trace/layer_timeline.h"
 #include "src/bench/trace/trace_summary.h"
+#include "src/bench/workload/context.h"
 #include "src/bench/workload/latent_context.h"
 #include "src/bench/workload/topic_drift.h"
 #include "src/config/units.h"
@@ -142,10 +143,18 @@ class PoliciesBench {
       SLUICE_RETURN_IF_ERROR(ApplyPolicyProfile(profile, model_->fingerprint(),
                                                 model_->cache_layout(), &world_.options));
     }
+    clock_.Pause();
+    return absl::OkStatus();
+  }
+
+  // Makes the tiers' memory, if there is none, and pools in it. `more` bytes of contexts are still
+  // to be made. Called once those of the first run are there, because they lie in the GPU's memory
+  // and hbm-bytes may be all that is left.
+  absl::Status MakeTiers(int64_t more) {
     if (tiers_ == nullptr) {
       clock_.Begin("pools");
       SLUICE_ASSIGN_OR_RETURN(
-          tiers_, BenchTiers::Create(*world_.device, HbmBytesOf(options_, *world_.device),
+          tiers_, BenchTiers::Create(*world_.device, HbmBytesOf(options_, *world_.device, more),
                                      static_cast<int64_t>(*ParseBytes(options_.dram_bytes))));
     }
     clock_.Pause();
@@ -241,6 +250,12 @@ class PoliciesBench {
 
   absl::Status RunContext(int context) {
     SLUICE_ASSIGN_OR_RETURN(const std::vector<Context> contexts, Contexts(context));
+    // The next contexts, and the caches of the one that is being computed.
+    const int64_t longest = *std::max_element(options_.contexts.begin(), options_.contexts.end());
+    SLUICE_RETURN_IF_ERROR(MakeTiers(options_.contexts.size() == 1
+                                         ? 0
+                                         : (options_.distinct + 1) *
+                                               ArenaBytes(world_.model->cache_layout(), longest)));
     if (options_.statistics > 0) SLUICE_RETURN_IF_ERROR(RunStatistics(contexts));
     if (options_.latent) {
       SLUICE_RETURN_IF_ERROR(latent_report_.Similarity(*tiers_, &world_, policies_, contexts));
@@ -363,6 +378,7 @@ class PoliciesBench {
       SLUICE_ASSIGN_OR_RETURN(std::vector<Context> made, Contexts(static_cast<int>(length)));
       std::move(made.begin(), made.end(), std::back_inserter(contexts));
     }
+    SLUICE_RETURN_IF_ERROR(MakeTiers(0));
     out_.Print("\n" + TrafficHeader());
     for (const std::string& policy : policies_) {
       SLUICE_RETURN_IF_ERROR(
@@ -373,6 +389,7 @@ class PoliciesBench {
   }
 
   absl::Status RunQuality() {
+    SLUICE_RETURN_IF_ERROR(MakeTiers(0));
     for (const int64_t context : options_.contexts) {
       QualityOptions quality;
       quality.context = static_cast<int>(context);

@@ -281,13 +281,14 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
   return std::nullopt;
 }
 
-int64_t HbmBytesOf(const PoliciesBenchOptions& o, const Device& device) {
+int64_t HbmBytesOf(const PoliciesBenchOptions& o, const Device& device, int64_t contexts) {
   if (const auto given = ParseBytes(o.hbm_bytes); given.has_value()) {
     return static_cast<int64_t>(*given);
   }
   const Device::DeviceMemory memory = device.Memory();
   if (memory.total_bytes == 0) return int64_t{1} << 30;  // The host's memory is everyone's.
-  return memory.free_bytes - std::max(memory.free_bytes / 10, int64_t{4} << 30);
+  const int64_t free = memory.free_bytes - contexts;
+  return std::max(free - std::max(free / 20, int64_t{4} << 30), int64_t{1} << 30);
 }
 
 std::string WorkloadName(const PoliciesBenchOptions& o, double drift) {

@@ -48,9 +48,9 @@ struct PoliciesBenchOptions {
 std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBenchOptions* options,
                                        std::vector<std::string>* policies);
 
-// Returns the HBM for caches: what is given, or for auto what is free on the device, of which a
-// tenth, and 4 GiB at least, are left to the policies' tables.
-int64_t HbmBytesOf(const PoliciesBenchOptions& options, const Device& device);
+// Returns the HBM for caches: what is given, or for auto what is free on the device beside
+// `contexts` bytes, of which a twentieth, and 4 GiB at least, are left to the policies' tables.
+int64_t HbmBytesOf(const PoliciesBenchOptions& options, const Device& device, int64_t contexts);
 
 // Returns the description of the decoded workload, for reports.
 std::string WorkloadName(const PoliciesBenchOptions& options, double drift);

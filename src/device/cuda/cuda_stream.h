@@ -40,8 +40,9 @@ class CudaEvent : public TimedEvent {
 //
 // A branch is a CUDA stream of its own, made at its first use. While its trunk is captured, a
 // branch takes part from the first After() that orders it behind the trunk. Work that is put on it
-// earlier would run at once, and so fails the recording. Branches have the higher priority: their
-// work is little, and somebody waits for it.
+// earlier would run at once, and so fails the recording. Branches have the higher priority, because
+// their work is little and somebody waits for it. A program runs without priorities: with them a
+// step of policy scout was no faster (policies/scout/README.md).
 class CudaStream : public Stream {
  public:
   CudaStream(DeviceHealth* health, Device::StreamKind kind);

@@ -181,10 +181,10 @@ class Bench {
   }
 
   // Times rows that extend their newest block, or one row that begins at 0.
-  void Digest(int rows, int context, bool bulk) {
-    const std::string name =
-        bulk ? "digests of " + std::to_string(context >> 10) + "K tokens in pinned memory"
-             : "digests of " + std::to_string(rows) + " decode rows";
+  void Digest(int rows, int context, bool bulk, bool codes) {
+    const std::string name = (codes ? "digests and codes of " : "digests of ") +
+                             (bulk ? std::to_string(context >> 10) + "K tokens in pinned memory"
+                                   : std::to_string(rows) + " decode rows");
     if (!Wants(name)) return;
     const int64_t blocks = context / kBlockTokens, pages = (blocks - 1) / kRowsOfPage + 1;
     const int64_t cache_page = int64_t{kKvHeads} * 2 * kBlockTokens * kHeadDim * 2;
@@ -208,6 +208,18 @@ class Bench {
                  2 * kHeadDim,
                  DType::kBFloat16,
                  kKvHeads};
+    if (codes) {
+      const int64_t of_codes = (context - 1) / kCodesOfPage + 1;
+      p.codes = {DeviceArray<char>(rows * of_codes * kPageBytes),
+                 DeviceCopy(Shuffled(rows * of_codes)),
+                 of_codes,
+                 kPageBytes,
+                 kCodesOfPage * kCodeBytes,
+                 kCodesOfPage,
+                 KeyCodeWords(kHeadDim),
+                 DType::kFloat32,
+                 kKvHeads};
+    }
     p.slots = DeviceCopy(slots);
     p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1));
     p.first_positions = bulk ? DeviceCopy(std::vector<int32_t>(1, 0)) : nullptr;
@@ -348,6 +360,8 @@ int main(int argc, char** argv) {
   bench.Top(1, 65536, 1, 2048, 64, 4.5f);
   bench.Beside(10, 64 << 10, 34816, 5120);
   bench.Beside(10, 64 << 10, 5120, 17408);
-  bench.Digest(10, 8 << 10, false);
-  bench.Digest(1, 64 << 10, true);
+  for (const bool codes : {false, true}) {
+    bench.Digest(10, 8 << 10, false, codes);
+    bench.Digest(1, 64 << 10, true, codes);
+  }
 }
