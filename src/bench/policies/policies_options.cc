@@ -47,6 +47,7 @@ scout:interval=8. These settings exist in this bench alone:
   following=N          (hgca) tokens selected with the salient one that they follow; the paper has 0
   whole=0              (scout) the GPU attends to the selected blocks alone
   codes=0              (scout) blocks are selected by their digests alone
+  controller=1         (scout) a controller decides when to recall, whatever --policy-profile says
   shortlist=N          (scout) key codes of N tokens less a 16th of the context are scored, at least of N / 2 tokens
   narrowed=X           (scout) how far digests are narrowed for the shortlist: 0 takes Quest's bound
   rehearsals=N         (scout) times that a first decode row is rehearsed
