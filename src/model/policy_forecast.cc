@@ -13,11 +13,11 @@ namespace {
 constexpr int64_t kRows = 1000;
 
 // The shares below were measured at 64K tokens (policies/measured.md). Scout's controller keeps the
-// CPU's mean share at 0.6 of its limit, recalls a layer every 8 steps and then brings as much as
-// the limit; a row of recall fetches 2.5 % of what it selects.
+// CPU's mean share at 0.6 of its limit, recalls a layer every 3.4 steps and then brings as much as
+// the limit; a row of recall fetches 3.1 % of what it selects.
 constexpr double kScoutOfLimit = 0.6;
-constexpr double kScoutInterval = 8;
-constexpr double kRecallFetched = 0.025;
+constexpr double kScoutInterval = 3.4;
+constexpr double kRecallFetched = 0.031;
 // HGCA's selection at beta 1 was a tenth of the context, and it shrank as beta to this power.
 constexpr double kHgcaSelected = 0.1;
 constexpr double kHgcaPower = -0.66;
@@ -79,10 +79,14 @@ struct StepCost {
   // True: attention by CPU workers runs beside the GPU's attention alone, so that DRAM's time comes
   // on top of the rest.
   bool dram_adds;
+  // Seconds from a layer's begin until CPU workers begin with the next layer's part, which that
+  // layer waits for: a layer takes at least so long and the workers' time. 0: nothing waits so.
+  double ahead_seconds;
 };
 constexpr StepCost kCosts[] = {
-    {"full", 0.93, 10, false}, {"scout", 0.85, 19, false}, {"recall", 0.54, 19, false},
-    {"hgca", 0.60, 16, true},  {"ess", 0.80, 24, false},
+    {"full", 0.93, 10, false, 0},   {"scout", 0.85, 19, false, 170e-6},
+    {"recall", 0.54, 19, false, 0}, {"hgca", 0.60, 16, true, 0},
+    {"ess", 0.80, 24, false, 0},
 };
 
 const StepCost& CostOf(const std::string& policy) {
@@ -132,7 +136,10 @@ StepForecast ForecastStep(const std::string& policy, const MemoryTraffic& bytes,
   } else if (cost.dram_adds) {
     seconds = std::max(seconds, hbm + dram);
   }
-  return {seconds / cost.reached + rates.operator_seconds * cost.operators * layers, floor.bound};
+  seconds = seconds / cost.reached + rates.operator_seconds * cost.operators * layers;
+  const double chain = cost.ahead_seconds * layers + dram;
+  if (!rates.one_memory && cost.ahead_seconds > 0 && chain > seconds) return {chain, "DRAM"};
+  return {seconds, floor.bound};
 }
 
 }  // namespace sluice

@@ -93,6 +93,16 @@ TEST_CASE(
   CHECK(ForecastStep("scout", {0, 0, 0, 1 * kGB}, 1, Rates()).bound == "DRAM");
 }
 
+TEST_CASE("a layer of scout waits for workers that begin once the layer before has looked ahead") {
+  const MemoryTraffic bytes = {1 * kGB, 0, 0, 0.5 * kGB};
+  const StepForecast step = ForecastStep("scout", bytes, 8, Rates());
+  CHECK(step.seconds == Approx(8 * 170e-6 + 0.5 / 116));
+  CHECK(step.bound == "DRAM");
+  // Sequences that are in HBM whole have no workers to wait for.
+  const MemoryTraffic whole = {20 * kGB, 0, 0, 0};
+  CHECK(ForecastStep("scout", whole, 8, Rates()).bound == "HBM");
+}
+
 TEST_CASE("a sequence that fits its budget is expected to miss nothing") {
   PolicyOptions options;
   options.budget_tokens = 2048;
