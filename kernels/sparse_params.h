@@ -58,11 +58,11 @@ enum class GroupReduction : int32_t {
 // If `codes` has a base, every token of each of these blocks that is complete (its last token is at
 // positions[r] or before) also gets its key code: two bits for each element of K, which say in
 // which quarter of the block's range [smallest, largest] the element lies. A row of `codes`
-// describes one token: KeyCodeWords(head_dim) words of 16 codes, element d in word d / 16 at bit
-// KeyCodeShift(d). The lower bit of a code is set in the upper half of the range, the other one in
-// the outer quarters; bits behind head_dim are 0. In float32, with middle = (smallest + largest) /
-// 2 and quarter = (largest - smallest) / 4: upper is k > middle; outer is k > middle + quarter in
-// the upper half, and k <= middle - quarter in the lower one.
+// describes one token: KeyCodeWords(head_dim) words of bits that are set in the upper half of the
+// range, then as many of bits that are set in the outer quarters; element d is bit d % 32 of word d
+// / 32, and bits behind head_dim are 0. In float32, with middle = (smallest + largest) / 2 and
+// quarter = (largest - smallest) / 4: upper is k > middle; outer is k > middle + quarter in the
+// upper half, and k <= middle - quarter in the lower one.
 struct DigestParams {
   PagedCache cache;
   PagedRows digests;               // dim = 2 * head_dim
@@ -70,18 +70,12 @@ struct DigestParams {
   const int32_t* first_positions;  // [rows]; null: positions
   const int32_t* positions;        // [rows]
   int32_t rows;
-  // int32, dim = KeyCodeWords(head_dim); base null: none are wanted
+  // int32, dim = 2 * KeyCodeWords(head_dim); base null: none are wanted
   PagedRows codes = {};
 };
 
-// Elements of a key whose codes one word holds, and the words of a key.
-inline constexpr int32_t kKeyCodesOfWord = 16;
-constexpr int32_t KeyCodeWords(int32_t head_dim) {
-  return (head_dim + kKeyCodesOfWord - 1) / kKeyCodesOfWord;
-}
-// Returns where in its word the code of element d begins. Each half of a word's 16 elements has the
-// same two bits of eight groups of four, so that four codes are the selector of a byte permutation.
-constexpr int32_t KeyCodeShift(int32_t d) { return 4 * (d % 8) + 2 * (d / 8 % 2); }
+// Returns how many words hold one bit of every element of a key.
+constexpr int32_t KeyCodeWords(int32_t head_dim) { return (head_dim + 31) / 32; }
 // Returns where in a block's range an element with this code is taken to lie, from 0 to 1. Most
 // elements lie near the middle, so these levels err less than the middles of the quarters.
 constexpr double KeyCodeLevel(bool upper, bool outer) {
@@ -117,7 +111,7 @@ struct DigestScoresParams {
 // smallest + (largest - smallest) * KeyCodeLevel of the token's code. The reduction over a group's
 // heads is over the shortlist: blocks outside it, and the newest block (whose codes are not read),
 // have the score -inf, and no part in a softmax. Scores are approximate by nature: a kernel may
-// round q and the block's ranges to bf16, and their products to a 63rd of the block's largest one.
+// round k' and q to bf16.
 struct RefineScoresParams {
   const float* q;  // as in DigestScoresParams
   int64_t q_stride;

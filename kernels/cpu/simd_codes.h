@@ -35,7 +35,7 @@ struct CodeSource {
   }
 
   void Fill(int64_t first, int64_t count, UnitScores& tile) const {
-    const int64_t dim = p.digests.dim / 2, words = p.codes.dim;
+    const int64_t dim = p.digests.dim / 2, words = p.codes.dim / 2;
     alignas(64) float middle[kMaxCodeDim] = {}, range[kMaxCodeDim] = {}, key[kMaxCodeDim];
     UnitScores of_tokens;
     for (int64_t i = 0; i < count; ++i) {
@@ -58,11 +58,11 @@ struct CodeSource {
           const uint32_t* codes =
               CodesAt(p.codes, p.slots[row], block * p.block_tokens + begin + t, kv_head);
           for (int64_t w = 0; w < words; ++w) {
-            for (int32_t e = 0; e < kKeyCodesOfWord; ++e) {
-              const int64_t d = w * kKeyCodesOfWord + e;
-              const uint32_t code = codes[w] >> KeyCodeShift(e);
-              const float level = (code & 2) != 0 ? kOuter : kInner;
-              key[d] = middle[d] + range[d] * ((code & 1) != 0 ? level : -level);
+            const uint32_t uppers = codes[w], outers = codes[words + w];
+            for (int64_t b = 0; b < kWordBits; ++b) {
+              const int64_t d = w * kWordBits + b;
+              const float level = (outers >> b & 1) != 0 ? kOuter : kInner;
+              key[d] = middle[d] + range[d] * ((uppers >> b & 1) != 0 ? level : -level);
             }
           }
           DotRow<S>(queries, heads, dim, key, dim, &of_tokens.scores[0][t], kScoreUnits);

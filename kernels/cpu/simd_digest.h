@@ -7,8 +7,8 @@ namespace sluice::kernels::cpu {
 namespace {
 
 // The loops below are over the bits of a word, which compilers turn into vectors.
-inline constexpr int64_t kMaxCodeDim =
-    int64_t{KeyCodeWords(static_cast<int32_t>(kMaxHeadDim))} * kKeyCodesOfWord;
+inline constexpr int64_t kWordBits = 32;
+inline constexpr int64_t kMaxCodeDim = (kMaxHeadDim + kWordBits - 1) / kWordBits * kWordBits;
 
 inline uint32_t* CodesAt(const PagedRows& codes, int64_t slot, int64_t token, int64_t head) {
   return reinterpret_cast<uint32_t*>(static_cast<char*>(codes.base) +
@@ -81,15 +81,17 @@ void WriteCodes(const DigestParams& p, int64_t slot, int64_t block, int64_t head
     }
     uint32_t* const row = CodesAt(p.codes, slot, t, head);
     for (int64_t w = 0; w < words; ++w) {
-      uint32_t word = 0;
-      for (int32_t i = 0; i < kKeyCodesOfWord; ++i) {
-        const int64_t d = w * kKeyCodesOfWord + i;
+      uint32_t uppers = 0, outers = 0;
+      for (int64_t i = 0; i < kWordBits; ++i) {
+        const int64_t d = w * kWordBits + i;
         const bool upper = key[d] > middle[d];
         const bool outer =
             upper ? key[d] > middle[d] + quarter[d] : key[d] <= middle[d] - quarter[d];
-        word |= (uint32_t{upper} | uint32_t{outer && d < dim} << 1) << KeyCodeShift(i);
+        uppers |= uint32_t{upper} << i;
+        outers |= uint32_t{outer && d < dim} << i;
       }
-      row[w] = word;
+      row[w] = uppers;
+      row[words + w] = outers;
     }
   }
 }

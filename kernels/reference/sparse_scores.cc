@@ -24,10 +24,7 @@ uint32_t* WordsAt(const PagedRows& r, int64_t slot, int64_t row, int64_t head) {
   return reinterpret_cast<uint32_t*>(static_cast<char*>(r.base) + RowOffset(r, slot, row, head));
 }
 
-// Returns the code of element d.
-uint32_t CodeOf(const uint32_t* words, int64_t d) {
-  return words[d / kKeyCodesOfWord] >> KeyCodeShift(static_cast<int32_t>(d)) & 3;
-}
+bool BitOf(const uint32_t* words, int64_t d) { return (words[d / 32] >> (d % 32) & 1) != 0; }
 
 // Writes the key codes of a complete block.
 void WriteCodes(const DigestParams& p, int64_t slot, int64_t block, int64_t head) {
@@ -37,7 +34,7 @@ void WriteCodes(const DigestParams& p, int64_t slot, int64_t block, int64_t head
       static_cast<const char*>(p.digests.base) + RowOffset(p.digests, slot, block, head);
   for (int64_t t = block * c.block_tokens; t < (block + 1) * c.block_tokens; ++t) {
     uint32_t* const row = WordsAt(p.codes, slot, t, head);
-    std::fill_n(row, words, 0u);
+    std::fill_n(row, 2 * words, 0u);
     for (int64_t d = 0; d < c.head_dim; ++d) {
       const auto least = static_cast<float>(Get(digest, p.digests.type, d));
       const auto largest = static_cast<float>(Get(digest, p.digests.type, c.head_dim + d));
@@ -45,8 +42,8 @@ void WriteCodes(const DigestParams& p, int64_t slot, int64_t block, int64_t head
       const float middle = (least + largest) * 0.5f, quarter = (largest - least) * 0.25f;
       const bool upper = key > middle;
       const bool outer = upper ? key > middle + quarter : key <= middle - quarter;
-      row[d / kKeyCodesOfWord] |= (uint32_t{upper} | uint32_t{outer} << 1)
-                                  << KeyCodeShift(static_cast<int32_t>(d));
+      row[d / 32] |= uint32_t{upper} << (d % 32);
+      row[words + d / 32] |= uint32_t{outer} << (d % 32);
     }
   }
 }
@@ -142,7 +139,7 @@ void DigestScores(const DigestScoresParams& p, Worker worker) {
 
 void RefineScores(const RefineScoresParams& p, Worker worker) {
   const int64_t kv_heads = p.digests.kv_heads, group = p.heads / kv_heads;
-  const int64_t dim = p.digests.dim / 2;
+  const int64_t dim = p.digests.dim / 2, words = p.codes.dim / 2;
   const Range mine = Share(p.rows * kv_heads, worker);
   for (int64_t list = mine.begin; list < mine.end; ++list) {
     const int64_t r = list / kv_heads, kv_head = list % kv_heads, slot = p.slots[r];
@@ -169,8 +166,7 @@ void RefineScores(const RefineScoresParams& p, Worker worker) {
           for (int64_t d = 0; d < dim; ++d) {
             const double least = Get(digest, p.digests.type, d);
             const double largest = Get(digest, p.digests.type, dim + d);
-            const uint32_t code = CodeOf(row, d);
-            const double level = KeyCodeLevel((code & 1) != 0, (code & 2) != 0);
+            const double level = KeyCodeLevel(BitOf(row, d), BitOf(row + words, d));
             const double key = least + (largest - least) * level;
             sum += double{q[d]} * key;
           }

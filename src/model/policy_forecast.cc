@@ -80,7 +80,8 @@ struct StepCost {
   // on top of the rest.
   bool dram_adds;
   // Seconds from a layer's begin until CPU workers begin with the next layer's part, which that
-  // layer waits for: a layer takes at least so long and the workers' time. 0: nothing waits so.
+  // layer waits for: a layer takes at least so long and the workers' time. On an H200, by a trace
+  // (tests/bench/layer_chain.py). 0: nothing waits so.
   double ahead_seconds;
 };
 constexpr StepCost kCosts[] = {

@@ -404,8 +404,10 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Integer("prompts", "random prompts", 1, 100'000, &o.prompts);
   flags.Integer("context", "tokens of a random prompt", 1, 1 << 20, &o.context);
   flags.Integer("seed", "seed of random prompts", 0, INT64_MAX, &o.seed);
-  flags.Integer("steps", "steps from one recall to the next, of two; no interval will be longer", 1,
-                4096, &o.steps);
+  flags.Integer(
+      "steps",
+      "steps measured behind a recall, the longest interval; a prompt decodes twice as many", 1,
+      4096, &o.steps);
   flags.Integer("block-tokens", "tokens in a cache block, as served", 16, 256, &o.block_tokens);
   flags.Integer("budget-tokens", "tokens attended to in a sparse layer, as served", 1, 1 << 20,
                 &o.budget_tokens);

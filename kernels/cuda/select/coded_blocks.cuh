@@ -61,7 +61,7 @@ struct CodedBlocks {
   // A lane makes the keys of every 32nd token.
   __device__ float Score(const float* queries, int count, int i) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int dim = p.digests.dim / 2;
+    const int dim = p.digests.dim / 2, words = p.codes.dim / 2;
     const T* digest = RowAt<T>(p.digests, slot, list.blocks[i], kv_head);
     float mine = -INFINITY;
     for (int h = 0; h < count; ++h) {
@@ -71,8 +71,8 @@ struct CodedBlocks {
             CodesAt(p.codes, slot, list.blocks[i] * p.block_tokens + t, kv_head);
         float dot = 0;
         for (int d = 0; d < dim; ++d) {
-          const uint32_t code = codes[d / kKeyCodesOfWord] >> KeyCodeShift(d);
-          const bool upper = (code & 1) != 0, outer = (code & 2) != 0;
+          const bool upper = (codes[d / 32] >> (d % 32) & 1) != 0;
+          const bool outer = (codes[words + d / 32] >> (d % 32) & 1) != 0;
           const auto least = static_cast<float>(digest[d]);
           const float range = static_cast<float>(digest[dim + d]) - least;
           const float level = outer ? kOuterLevel : kInnerLevel;

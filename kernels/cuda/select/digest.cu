@@ -1,10 +1,8 @@
 // Quest's digests: the least and the largest value of each element of K over a block's tokens, and
-// the key codes of complete blocks.
+// the key codes of complete blocks, which read the keys once more, from L2.
 //
 // A warp makes the digest of one (block, KV head). Lanes take 16 bytes of a key each, several
-// keys at a time, and 8 such loads are under way in every lane. If codes are wanted, which take a
-// second look at every key, the keys are first copied to shared memory, since those of a prompt
-// come over the link.
+// keys at a time, and 8 such loads are under way in every lane.
 //
 // The kernel moves a block's keys, block_tokens * head_dim elements, and writes two rows of
 // head_dim. Decode rows: 8 KB a (row, KV head) of Qwen3-14B, 0.7 MB for 10 rows: one memory
@@ -21,7 +19,6 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kBulkBlocks = 16;
 constexpr int kAtOnce = 8;
-constexpr int kMaxShared = 48 << 10;
 
 // The elements in 16 bytes of a row: four floats, or four pairs of bf16. Least and largest are
 // exact (denormals too), and ignore NaNs.
@@ -74,20 +71,6 @@ __device__ uint4 FromLane(const uint4& v, int lane) {
           __shfl_sync(0xffffffffu, v.z, lane), __shfl_sync(0xffffffffu, v.w, lane)};
 }
 
-// Copies `bytes`, a multiple of 16, to shared memory. All 32 lanes call it.
-__device__ void CopyKeys(const void* keys, int bytes, unsigned char* to) {
-  __syncwarp();  // the block before has been read
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  for (int at = static_cast<int>(threadIdx.x) % 32 * 16; at < bytes; at += 32 * 16) {
-    asm volatile(
-        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + static_cast<uint32_t>(at)),
-        "l"(static_cast<const char*>(keys) + at)
-        : "memory");
-  }
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncwarp();
-}
-
 // Writes the digest of `tokens` >= 1 keys from `keys` on to `out`. All 32 lanes call it.
 template <typename T>
 __device__ void DigestBlock(const T* keys, int tokens, int dim, T* out) {
@@ -129,15 +112,15 @@ __device__ void DigestBlock(const T* keys, int tokens, int dim, T* out) {
 }
 
 // Writes the key codes of a complete block, whose digest lies at `digest`. All 32 lanes call it,
-// each for one element of every 32: 16 lanes add their codes up to a word.
+// each for one element of every 32: a vote makes a word of their bits.
 template <typename T>
 __device__ void CodeBlock(const DigestParams& p, const T* keys, const T* digest, int slot,
                           int block, int head) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int dim = p.cache.head_dim, words = KeyCodeWords(dim), tokens = p.cache.block_tokens;
   __syncwarp();  // the digest is there
-  for (int w = 0; w < words; w += 2) {
-    const int d = kKeyCodesOfWord * w + lane;
+  for (int w = 0; w < words; ++w) {
+    const int d = 32 * w + lane;
     const float least = d < dim ? static_cast<float>(digest[d]) : 0.0f;
     const float largest = d < dim ? static_cast<float>(digest[dim + d]) : 0.0f;
     const float middle = (least + largest) * 0.5f, quarter = (largest - least) * 0.25f;
@@ -151,25 +134,22 @@ __device__ void CodeBlock(const DigestParams& p, const T* keys, const T* digest,
       for (int i = 0; i < kAtOnce && first + i < tokens; ++i) {
         const bool is_upper = key[i] > middle;
         const bool is_outer = is_upper ? key[i] > middle + quarter : key[i] <= middle - quarter;
-        const uint32_t code = (is_upper ? 1u : 0u) | (is_outer ? 2u : 0u);
-        const uint32_t mine = d < dim ? code << KeyCodeShift(lane) : 0u;
-        const uint32_t word =
-            __reduce_or_sync(lane < kKeyCodesOfWord ? 0xffffu : 0xffff0000u, mine);
-        if (lane % kKeyCodesOfWord == 0 && w + lane / kKeyCodesOfWord < words) {
+        const unsigned upper = __ballot_sync(0xffffffffu, d < dim && is_upper);
+        const unsigned outer = __ballot_sync(0xffffffffu, d < dim && is_outer);
+        if (lane == 0) {
           uint32_t* const row = RowAt<uint32_t>(p.codes, slot, block * tokens + first + i, head);
-          row[w + lane / kKeyCodesOfWord] = word;
+          row[w] = upper;
+          row[words + w] = outer;
         }
       }
     }
   }
 }
 
-// Grid: (thread blocks that share a row's digests, KV heads, rows). Shared memory: `copied` bytes
-// for each warp, the keys of a block; 0: keys are not copied.
+// Grid: (thread blocks that share a row's digests, KV heads, rows).
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps)
-    DigestKernel(const __grid_constant__ DigestParams p, int copied) {
-  extern __shared__ __align__(16) unsigned char shared[];
+    DigestKernel(const __grid_constant__ DigestParams p) {
   WaitForPriorKernels();
   LetNextKernelStart();
   const int row = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
@@ -182,12 +162,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
   for (int block = first / c.block_tokens + warp; block <= last / c.block_tokens; block += warps) {
     const int tokens = min(c.block_tokens, last + 1 - block * c.block_tokens);
-    const T* keys = BlockKeys<T>(c, slot, block, head);
-    if (copied > 0) {
-      unsigned char* const own = shared + threadIdx.x / 32 * copied;
-      CopyKeys(keys, tokens * c.head_dim * static_cast<int>(sizeof(T)), own);
-      keys = reinterpret_cast<const T*>(own);
-    }
+    const T* const keys = BlockKeys<T>(c, slot, block, head);
     T* const digest = RowAt<T>(p.digests, slot, block, head);
     DigestBlock(keys, tokens, c.head_dim, digest);
     if (p.codes.base != nullptr && tokens == c.block_tokens) {
@@ -202,18 +177,14 @@ cudaError_t LaunchDigest(const DigestParams& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   if (p.digests.type != p.cache.type || p.digests.dim != 2 * p.cache.head_dim ||
       !HasAlignedKeys(p.cache) || !HasAlignedRows(p.digests) ||
-      (p.codes.base != nullptr && p.codes.dim != KeyCodeWords(p.cache.head_dim))) {
+      (p.codes.base != nullptr && p.codes.dim != 2 * KeyCodeWords(p.cache.head_dim))) {
     return cudaErrorInvalidValue;
   }
   const auto kernel =
       p.cache.type == DType::kFloat32 ? DigestKernel<float> : DigestKernel<__nv_bfloat16>;
   const bool bulk = p.first_positions != nullptr;
-  const int warps = bulk ? kWarps : 1;
-  const auto keys =
-      static_cast<int>(p.cache.block_tokens * p.cache.head_dim * SizeOf(p.cache.type));
-  const int copied = p.codes.base != nullptr && warps * keys <= kMaxShared ? keys : 0;
   return LaunchKernel(kernel, dim3(bulk ? kBulkBlocks : 1, p.cache.kv_heads, p.rows),
-                      dim3(32 * warps), static_cast<size_t>(warps * copied), stream, p, copied);
+                      dim3(bulk ? 32 * kWarps : 32), 0, stream, p);
 }
 
 }  // namespace sluice::kernels::cuda

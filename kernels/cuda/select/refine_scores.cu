@@ -3,16 +3,17 @@
 // The kernel moves, for each block of the shortlist, its digest, 4 * head_dim bytes, and the codes
 // of its tokens, head_dim / 4 bytes each: 1.5 KB for blocks of 32 and a head_dim of 128, 16 MB for
 // 10 rows of Qwen3-14B (80 lists of 128 blocks), 4 us at 4.1 TB/s. The work is to make operands of
-// codes: some 320 instructions a warp and block, of which 110 are integer operations at half the
-// rate, 3.3 M for those lists: 5 us if every scheduler of an H200 were busy (README.md has what was
-// measured). It runs beside products, which leave little room: a block has 128 threads and some 20
-// KB of shared memory.
+// codes: some 500 instructions a warp and block, of which 320 are integer operations at half the
+// rate, 5 M for those lists. That is 9 us if every scheduler of an H200 were busy; measured alone:
+// 27 us (README.md). It runs beside products, which leave little room: a block has 128 threads and
+// some 20 KB of shared memory.
 //
 // A warp takes a block at a time, and the next two are on their way to shared memory meanwhile. The
 // score of a token is q * middle, the same for all of a block, + sum of (q * range) * level. The
-// levels of 16 tokens are the A operand of a tensor-core tile, int8: one byte permutation makes
-// four levels of four codes. The B operand is q * range of up to 8 heads, once for a block, rounded
-// to a 63rd of the largest of its head.
+// levels of 16 tokens are the A operand of a tensor-core tile, made in registers: a level is one of
+// four bf16 that differ in the sign and in one bit of the exponent, so that two of them take two
+// shifts and two logic operations. The B operand is q * range of up to 8 heads, once for a block.
+// The position of an element in k does not matter as long as both operands have it in the same one.
 //
 // The thread blocks of a list take equal runs of its shortlist, and keep the scores of each head
 // in shared memory. For sums of softmax they are a cluster, and exchange their sums in between. A
@@ -34,70 +35,71 @@ constexpr int kSegment = 32;  // elements of a key that four lanes make at a tim
 constexpr int kStages = 3;    // blocks of a warp that are on their way or being scored
 constexpr int kMaxShared = 48 << 10;
 
-// Levels as int8: an outer one is four times an inner one. Byte `code` of the word is that code's.
-constexpr uint32_t kLevels = 0x04fc01ffu;
-constexpr float kLevelUnit = kInnerLevel;
-static_assert(kOuterLevel == 4 * kInnerLevel, "levels are 1 and 4 times their unit");
-constexpr float kLargestFactor = 63;  // of the B operand, int8
+// In bf16, an inner level is 0.25 and an outer one is 1: one bit of the exponent tells them apart.
+constexpr uint32_t kInnerPair = 0x3e803e80u, kOuterBits = 0x01000100u, kSignBits = 0x80008000u;
+static_assert(kOuterLevel == 4 * kInnerLevel, "levels differ by one bit of the exponent");
 
-__device__ __forceinline__ __nv_bfloat162 Pair(uint32_t bits) {
-  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+__device__ __forceinline__ uint32_t SubtractPairs(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 x = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                   *reinterpret_cast<const __nv_bfloat162*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&x);
 }
-__device__ __forceinline__ uint32_t Bits(__nv_bfloat162 pair) {
-  return *reinterpret_cast<const uint32_t*>(&pair);
+__device__ __forceinline__ uint32_t MultiplyPairs(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 x = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                   *reinterpret_cast<const __nv_bfloat162*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&x);
 }
-
-// c += a b, on tensor cores: a is 16 x 32 and b 32 x 8, both int8.
-__device__ __forceinline__ void MultiplyAddLevels(int (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                  uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Rounds four products, times `scale`, to int8. scale is half of kLargestFactor over the largest
-// product. A bf16 from 64 to 128 counts in halves, and its low byte is 128 + 2 (x - 64): so x / 2 +
-// 96 has 192 + x there, and a 64 less, with the highest bit turned over, is x.
-__device__ __forceinline__ uint32_t RoundProducts(__nv_bfloat162 a, __nv_bfloat162 b,
-                                                  __nv_bfloat162 scale) {
-  const __nv_bfloat162 offset = __float2bfloat162_rn(96);
-  const uint32_t bytes =
-      __byte_perm(Bits(__hfma2(a, scale, offset)), Bits(__hfma2(b, scale, offset)), 0x6420);
-  return (bytes - 0x40404040u) ^ 0x80808080u;
+// Returns a + b / 2, whose halving is exact.
+__device__ __forceinline__ uint32_t AddHalf(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 x =
+      __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&b), __float2bfloat162_rn(0.5f),
+              *reinterpret_cast<const __nv_bfloat162*>(&a));
+  return *reinterpret_cast<const uint32_t*>(&x);
 }
 
-// Returns which 8 of a lane's elements are those of step `step` of k, 32 elements. Which element is
-// where in k does not matter as long as both operands agree. A lane has 8 * segments neighbours,
-// and half of the lanes begin in their middle, since they would else read from the same banks.
-template <int segments>
-__device__ __forceinline__ int EighthOf(int step) {
-  return segments == 4 ? step ^ (static_cast<int>(threadIdx.x) & 2) : step;
+// Makes a lane's levels of a token's segment from its words, shifted so that the bits of element i
+// of the lane's first half are bits 12 + i, and those of the second half bits 28 + i.
+__device__ __forceinline__ void MakeLevels(uint32_t upper, uint32_t outer, uint32_t (&levels)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t level = ((outer >> (4 + i)) & kOuterBits) ^ kInnerPair;
+    levels[i] = (~(upper << (3 - i)) & kSignBits) ^ level;
+  }
 }
 
-// The queries of up to 8 heads as B operands, in registers: bf16, scaled. Lane c of four has
-// elements [8 c segments, 8 (c + 1) segments), 8 in each step of k. Scores are in units of log 2,
-// so that sums need no multiplications.
+// The queries of up to 8 heads as B operands, in registers: bf16, scaled. A lane has elements
+// [4 c, 4 c + 4) of a segment, with c = lane % 4, and those 16 further: pair i is elements 4 c + i
+// and 16 + 4 c + i.
+//
+// `outer` is q times the outer level. Scores are in units of log 2, so that sums need no
+// multiplications.
 template <int segments>
 struct QueryOperands {
-  __nv_bfloat162 pairs[segments][4];
+  uint32_t pairs[segments][4], outer[segments][4];
 
   __device__ void Load(const float* q, int heads, int dim, float scale) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const float* from = q + min(lane / 4, heads - 1) * dim + lane % 4 * 8 * segments;
 #pragma unroll
     for (int s = 0; s < segments; ++s) {
-      const float* const eight = from + 8 * EighthOf<segments>(s);
+      const float* from = q + min(lane / 4, heads - 1) * dim + s * kSegment + lane % 4 * 4;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float a = lane / 4 < heads ? eight[2 * i] * scale : 0.0f;
-        const float b = lane / 4 < heads ? eight[2 * i + 1] * scale : 0.0f;
-        pairs[s][i] = __floats2bfloat162_rn(a, b);
+        const float a = lane / 4 < heads ? from[i] * scale : 0.0f;
+        const float b = lane / 4 < heads ? from[16 + i] * scale : 0.0f;
+        pairs[s][i] = PackBf16(a, b);
+        outer[s][i] = PackBf16(a * kOuterLevel, b * kOuterLevel);
       }
     }
   }
 };
+
+// Pair i of the result: elements i of `a` and of `b`, four bf16 each.
+__device__ __forceinline__ void Zip(const uint2& a, const uint2& b, uint32_t (&pairs)[4]) {
+  pairs[0] = __byte_perm(a.x, b.x, 0x5410);
+  pairs[1] = __byte_perm(a.x, b.x, 0x7632);
+  pairs[2] = __byte_perm(a.y, b.y, 0x5410);
+  pairs[3] = __byte_perm(a.y, b.y, 0x7632);
+}
 
 // Log-sum-exps of two heads' scores, which lie in the lanes with the same lane % 4.
 struct HeadScores {
@@ -149,88 +151,65 @@ struct StagedBlock {
   // a warp.
   __device__ float2 Score(const QueryOperands<segments>& queries, int block_tokens) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, c = lane % 4;
-    // The score of the middle of the range, which is the same for all tokens, and q * range.
+    // q * range * 0.4, the B operand that levels of 0.25 and 1 are multiplied by, and the score of
+    // the middle of the range, which is the same for all tokens.
+    uint32_t ranges[segments][4];
     float middle[4] = {}, odd_middle[4] = {};
-    __nv_bfloat162 products[segments][4], largest = __float2bfloat162_rn(0);
-    const unsigned char* const least = at + c * 16 * segments;
 #pragma unroll
     for (int s = 0; s < segments; ++s) {
-      const unsigned char* const eight = least + 16 * EighthOf<segments>(s);
-      const uint4 a = *reinterpret_cast<const uint4*>(eight);
-      const uint4 b = *reinterpret_cast<const uint4*>(eight + kDigestBytes / 2);
-      const uint32_t lows[4] = {a.x, a.y, a.z, a.w}, highs[4] = {b.x, b.y, b.z, b.w};
-      uint32_t centers[4];
+      const unsigned char* const least = at + s * kSegment * 2 + c * 8;
+      const unsigned char* const largest = least + kDigestBytes / 2;
+      uint32_t a[4], b[4], centers[4];
+      Zip(*reinterpret_cast<const uint2*>(least), *reinterpret_cast<const uint2*>(least + 32), a);
+      Zip(*reinterpret_cast<const uint2*>(largest), *reinterpret_cast<const uint2*>(largest + 32),
+          b);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const __nv_bfloat162 range = __hsub2(Pair(highs[i]), Pair(lows[i]));
-        centers[i] = Bits(__hfma2(range, __float2bfloat162_rn(0.5f), Pair(lows[i])));
-        products[s][i] = __hmul2(range, queries.pairs[s][i]);
-        largest = __hmax2(largest, __habs2(products[s][i]));
+        const uint32_t range = SubtractPairs(b[i], a[i]);
+        centers[i] = AddHalf(a[i], range);
+        ranges[s][i] = MultiplyPairs(range, queries.outer[s][i]);
       }
       const uint32_t first[4] = {centers[0], centers[0], centers[1], centers[1]};
       const uint32_t second[4] = {centers[2], centers[2], centers[3], centers[3]};
-      const auto& q = queries.pairs[s];
-      MultiplyAdd(middle, first, Bits(q[0]), Bits(q[1]));
-      MultiplyAdd(odd_middle, second, Bits(q[2]), Bits(q[3]));
+      MultiplyAdd(middle, first, queries.pairs[s][0], queries.pairs[s][1]);
+      MultiplyAdd(odd_middle, second, queries.pairs[s][2], queries.pairs[s][3]);
     }
     middle[0] += odd_middle[0];
     middle[1] += odd_middle[1];
-    // The lanes with the same lane / 4 have one head's products.
-#pragma unroll
-    for (int other = 1; other < 4; other *= 2) {
-      largest = __hmax2(largest, Pair(__shfl_xor_sync(0xffffffffu, Bits(largest), other)));
-    }
-    const float most = fmaxf(fmaxf(__low2float(largest), __high2float(largest)), 1e-30f);
-    const __nv_bfloat16 scale = __float2bfloat16_rn(__fdividef(kLargestFactor / 2, most));
-    const __nv_bfloat162 scales = {scale, scale};
-    uint32_t factors[segments][2];
-#pragma unroll
-    for (int s = 0; s < segments; ++s) {
-      factors[s][0] = RoundProducts(products[s][0], products[s][1], scales);
-      factors[s][1] = RoundProducts(products[s][2], products[s][3], scales);
-    }
-    const float unit = __fdividef(kLevelUnit / 2, __bfloat162float(scale));
-    const float units[2] = {__shfl_sync(0xffffffffu, unit, 8 * c),
-                            __shfl_sync(0xffffffffu, unit, 8 * c + 4)};
     HeadScores scores;
-    const unsigned char* row = at + kDigestBytes + lane / 4 * kTokenBytes + c * 2 * segments;
+    const unsigned char* row = at + kDigestBytes + lane / 4 * kTokenBytes;
     for (int tile = 0; tile < block_tokens; tile += kTileRows, row += kTileRows * kTokenBytes) {
-      uint32_t upper[segments / 2], lower[segments / 2];
-      LoadWords(row, upper);
-      LoadWords(row + 8 * kTokenBytes, lower);
-      int sums[4] = {};
+      float sums[4] = {middle[0], middle[1], middle[0], middle[1]};
+      float odd[4] = {};
+      // Words of the upper row and of the lower one: of the upper half, then of the outer quarters.
+      uint32_t words[2][2 * segments];
+#pragma unroll
+      for (int i = 0; i < segments / 2; ++i) {
+        LoadWords(row + 16 * i, words[0] + 4 * i);
+        LoadWords(row + 8 * kTokenBytes + 16 * i, words[1] + 4 * i);
+      }
 #pragma unroll
       for (int s = 0; s < segments; ++s) {
-        constexpr uint32_t kCodes = 0x33333333u;
-        const uint32_t of_upper = upper[s / 2] >> (s % 2 * 2) & kCodes;
-        const uint32_t of_lower = lower[s / 2] >> (s % 2 * 2) & kCodes;
-        const uint32_t levels[4] = {
-            __byte_perm(kLevels, 0, of_upper), __byte_perm(kLevels, 0, of_lower),
-            __byte_perm(kLevels, 0, of_upper >> 16), __byte_perm(kLevels, 0, of_lower >> 16)};
-        MultiplyAddLevels(sums, levels, factors[s][0], factors[s][1]);
+        uint32_t upper_row[4], lower_row[4];
+        const int shift = 12 - 4 * c;
+        MakeLevels(words[0][s] << shift, words[0][segments + s] << shift, upper_row);
+        MakeLevels(words[1][s] << shift, words[1][segments + s] << shift, lower_row);
+        const uint32_t first[4] = {upper_row[0], lower_row[0], upper_row[1], lower_row[1]};
+        const uint32_t second[4] = {upper_row[2], lower_row[2], upper_row[3], lower_row[3]};
+        MultiplyAdd(sums, first, ranges[s][0], ranges[s][1]);
+        MultiplyAdd(odd, second, ranges[s][2], ranges[s][3]);
       }
-      float of_tile[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        of_tile[i] = fmaf(static_cast<float>(sums[i]), units[i % 2], middle[i % 2]);
-      }
-      scores.Add(of_tile);
+      for (int i = 0; i < 4; ++i) sums[i] += odd[i];
+      scores.Add(sums);
     }
     return scores.Reduce();
   }
 
  private:
-  // Loads a lane's words of a token, in the order of the steps of k.
-  __device__ __forceinline__ static void LoadWords(const unsigned char* from,
-                                                   uint32_t (&to)[segments / 2]) {
-    if constexpr (segments == 4) {
-      const uint2 v = *reinterpret_cast<const uint2*>(from);
-      const bool swapped = EighthOf<segments>(0) != 0;
-      to[0] = swapped ? v.y : v.x;
-      to[1] = swapped ? v.x : v.y;
-    } else {
-      to[0] = *reinterpret_cast<const uint32_t*>(from);
-    }
+  __device__ __forceinline__ static void LoadWords(const unsigned char* from, uint32_t* to) {
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
   }
 };
 
@@ -411,7 +390,7 @@ bool FitsTensorCores(const RefineScoresParams& p) {
 
 cudaError_t LaunchRefineScores(const RefineScoresParams& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  if (p.codes.dim != KeyCodeWords(p.digests.dim / 2)) return cudaErrorInvalidValue;
+  if (p.codes.dim != 2 * KeyCodeWords(p.digests.dim / 2)) return cudaErrorInvalidValue;
   if (!FitsTensorCores(p)) {
     return p.digests.type == DType::kFloat32
                ? LaunchGroupScores<CodedBlocks<float>>(p, stream)

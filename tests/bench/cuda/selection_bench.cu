@@ -210,15 +210,8 @@ class Bench {
                  kKvHeads};
     if (codes) {
       const int64_t of_codes = (context - 1) / kCodesOfPage + 1;
-      p.codes = {DeviceArray<char>(rows * of_codes * kPageBytes),
-                 DeviceCopy(Shuffled(rows * of_codes)),
-                 of_codes,
-                 kPageBytes,
-                 kCodesOfPage * kCodeBytes,
-                 kCodesOfPage,
-                 KeyCodeWords(kHeadDim),
-                 DType::kFloat32,
-                 kKvHeads};
+      p.codes = Codes(DeviceArray<char>(rows * of_codes * kPageBytes),
+                      DeviceCopy(Shuffled(rows * of_codes)), context);
     }
     p.slots = DeviceCopy(slots);
     p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1));
@@ -236,6 +229,19 @@ class Bench {
     std::vector<int32_t> slots(static_cast<size_t>(rows));
     std::iota(slots.begin(), slots.end(), 0);
     return slots;
+  }
+
+  // Returns the key codes of rows of `context` tokens.
+  static PagedRows Codes(void* base, const int32_t* page_table, int context) {
+    return {base,
+            page_table,
+            (context - 1) / kCodesOfPage + 1,
+            kPageBytes,
+            kCodesOfPage * kCodeBytes,
+            kCodesOfPage,
+            2 * KeyCodeWords(kHeadDim),
+            DType::kFloat32,
+            kKvHeads};
   }
 
   DigestScoresParams ScoresParams(int rows, int context) const {
@@ -266,15 +272,7 @@ class Bench {
     p.slots = scores.slots;
     p.positions = scores.positions;
     p.digests = scores.digests;
-    p.codes = {arena_,
-               pages_,
-               (context - 1) / kCodesOfPage + 1,
-               kPageBytes,
-               kCodesOfPage * kCodeBytes,
-               kCodesOfPage,
-               KeyCodeWords(kHeadDim),
-               DType::kFloat32,
-               kKvHeads};
+    p.codes = Codes(arena_, pages_, context);
     std::mt19937 random(5);
     std::vector<int32_t> all(static_cast<size_t>(context / kBlockTokens - 1)), units;
     std::iota(all.begin(), all.end(), 0);

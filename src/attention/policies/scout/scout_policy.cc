@@ -71,7 +71,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // Every block's digest is read once, and that of a shortlisted block again, with its key codes.
   int64_t MetadataBytes(int64_t tokens) const override {
     const int64_t digest = int64_t{2} * shape_.head_dim * SizeOf(kv().element_type);
-    const int64_t codes = int64_t{shape_.block_tokens} * kernels::KeyCodeWords(shape_.head_dim) *
+    const int64_t codes = int64_t{shape_.block_tokens} * 2 *
+                          kernels::KeyCodeWords(shape_.head_dim) *
                           static_cast<int64_t>(sizeof(int32_t));
     const int64_t blocks = kv().BlocksFor(tokens);
     const int64_t shortlist = kernels::KOfRow(shape_.least_shortlist, shape_.shortlist_blocks,
@@ -388,7 +389,7 @@ absl::StatusOr<std::unique_ptr<ScoutPolicy>> ScoutPolicyImpl::Create(const Polic
   tier_options.unit_tokens = kind.block_tokens;
   tier_options.arrays = {{"digests", kind.block_tokens, 2 * shape.head_dim, kind.element_type}};
   if (shape.shortlist_blocks > 0) {
-    tier_options.arrays.push_back({"key codes", 1, kernels::KeyCodeWords(shape.head_dim)});
+    tier_options.arrays.push_back({"key codes", 1, 2 * kernels::KeyCodeWords(shape.head_dim)});
   }
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
 
