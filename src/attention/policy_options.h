@@ -84,6 +84,8 @@ struct PolicyOptions {
     // Alpha: tokens whose score is lower than the largest by more are not selected, even where the
     // budget has room for them. 0: there is no margin, so that the whole budget is selected.
     float margin = 0;
+    // [layers], from sluice-profile; takes the place of `margin` where that is 0. Empty: none.
+    std::vector<float> margins;
     // True, for benches: nothing stays resident from step to step, as published.
     bool fetch_all = false;
     // False, for benches: queries are predicted from the input of the layer before alone, as

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/policies/recall/projection.h"
 #include "src/base/config_reader.h"
 #include "src/base/crc32c.h"
 #include "src/base/json_file.h"
@@ -166,6 +167,23 @@ absl::Status ParseThresholds(const ConfigReader& reader, PolicyProfile* profile)
   return absl::OkStatus();
 }
 
+absl::Status ParseMargins(const ConfigReader& reader, PolicyProfile* profile) {
+  if (!reader.Has("recall")) return absl::OkStatus();
+  PolicyProfile::Margins& to = profile->margins;
+  SLUICE_ASSIGN_OR_RETURN(const ConfigReader of, reader.Object("recall"));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t rank, of.Int("rank", 1, 4096));
+  SLUICE_ASSIGN_OR_RETURN(to.share, of.Number("share", 0, 1));
+  to.rank = static_cast<int32_t>(rank);
+  const json& margins = of.At("margins");
+  const auto is_margin = [](const json& v) { return v.is_number() && v.get<double>() > 0; };
+  if (!margins.is_array() || margins.empty() || margins.size() > kMaxLayers ||
+      !std::all_of(margins.begin(), margins.end(), is_margin)) {
+    return of.Wrong("margins", "a list of numbers above 0, one for each layer");
+  }
+  to.by_layer = margins.get<std::vector<float>>();
+  return absl::OkStatus();
+}
+
 absl::Status DoesNotFit(const std::string& what) {
   return absl::FailedPreconditionError(
       absl::StrCat("policy_profile: ", what, ": profile this model again with sluice-profile"));
@@ -192,6 +210,11 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
                     {"share", profile.hgca.share},
                     {"kv_heads", profile.hgca.kv_heads},
                     {"betas", profile.hgca.betas}};
+  }
+  if (!profile.margins.by_layer.empty()) {
+    root["recall"] = {{"rank", profile.margins.rank},
+                      {"share", profile.margins.share},
+                      {"margins", profile.margins.by_layer}};
   }
   WriteMissProfile(profile.misses, &root);
   if (profile.rank > 0) {
@@ -234,6 +257,7 @@ absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path) {
   SLUICE_RETURN_IF_ERROR(ParseLayers(reader, path, &profile));
   SLUICE_RETURN_IF_ERROR(ParseProjection(reader, path, &profile));
   SLUICE_RETURN_IF_ERROR(ParseThresholds(reader, &profile));
+  SLUICE_RETURN_IF_ERROR(ParseMargins(reader, &profile));
   SLUICE_RETURN_IF_ERROR(ReadMissProfile(reader, path, &profile.misses));
   return profile;
 }
@@ -279,6 +303,26 @@ absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string&
                                      kv.heads, " of ", head_dim));
     }
     options->recall.projection = profile.projection;
+  }
+  const PolicyProfile::Margins& margins = profile.margins;
+  if (!margins.by_layer.empty()) {
+    if (std::ssize(margins.by_layer) != layout.layers) {
+      return DoesNotFit(absl::StrCat("it has margins of ", margins.by_layer.size(),
+                                     " layers, the model has ", layout.layers));
+    }
+    const auto elements = static_cast<int64_t>(options->recall.projection.size());
+    const absl::StatusOr<int32_t> rank =
+        ProjectionRank(layout.layers, kv.heads, kv.part_bytes[0] / SizeOf(kv.element_type),
+                       elements, options->recall.rank);
+    if (rank.ok() && *rank != margins.rank) {
+      return DoesNotFit(absl::StrCat("its margins were measured with ", margins.rank,
+                                     " columns of a projection, this node has ", *rank));
+    }
+    if (options->reduction != kernels::GroupReduction::kMax) {
+      return DoesNotFit(
+          "its margins were measured with score_reduction max, which this node has not");
+    }
+    options->recall.margins = margins.by_layer;
   }
   const PolicyProfile::Thresholds& hgca = profile.hgca;
   if (!hgca.betas.empty()) {

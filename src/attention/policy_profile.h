@@ -1,7 +1,7 @@
 // A policy profile: what sluice-profile measured of a model and its traffic, as a file that a
 // server reads (--policy-profile). It holds recall intervals for policy `scout`, thresholds for
-// policy `hgca`, misses and stage times for policy `ess`, and the projection for policy `recall`,
-// which lies in a binary file of its own beside the JSON. Any thread.
+// policy `hgca`, misses and stage times for policy `ess`, and margins and the projection for policy
+// `recall`; the projection lies in a binary file of its own beside the JSON. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,13 @@ struct PolicyProfile {
     int32_t kv_heads = 0;
     std::vector<float> betas;  // [layers][kv_heads]; empty: not measured
   } hgca;
+
+  // The margins with which what recall selects, and its ring, hold a share of a row's attention.
+  struct Margins {
+    int32_t rank = 0;  // columns of the projection that they were measured with
+    double share = 0;
+    std::vector<float> by_layer;  // empty: not measured
+  } margins;
 
   MissProfile misses;  // may be empty
 };

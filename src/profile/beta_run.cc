@@ -6,30 +6,13 @@
 #include "absl/strings/str_cat.h"
 #include "src/attention/policies/hgca/window.h"
 #include "src/base/status_macros.h"
+#include "src/profile/attention_weights.h"
 
 namespace sluice {
 namespace {
 
 // Rows whose attention is measured; they are spread evenly over those that there are.
 constexpr int64_t kMeasuredRows = 32;
-
-// Returns the softmax of query `q` over the first `tokens` keys.
-std::vector<float> Softmax(const float* q, const std::vector<float>& k, int64_t tokens,
-                           int64_t head_dim) {
-  std::vector<float> weights(static_cast<size_t>(tokens));
-  const float scale = 1 / std::sqrt(static_cast<float>(head_dim));
-  float largest = -INFINITY;
-  for (int64_t t = 0; t < tokens; ++t) {
-    float dot = 0;
-    const float* const key = k.data() + t * head_dim;
-    for (int64_t d = 0; d < head_dim; ++d) dot += q[d] * key[d];
-    largest = std::max(largest, weights[static_cast<size_t>(t)] = dot * scale);
-  }
-  double sum = 0;
-  for (float& weight : weights) sum += weight = std::exp(weight - largest);
-  for (float& weight : weights) weight = static_cast<float>(weight / sum);
-  return weights;
-}
 
 }  // namespace
 
@@ -48,7 +31,8 @@ std::vector<JudgedToken> JudgeTokens(const HeadQueries& head, int64_t head_dim,
     return head.q.data() + (row * group + g) * head_dim;
   };
   for (int64_t g = 0; g < group; ++g) {
-    const std::vector<float> weights = Softmax(query(first_row - 1, g), head.k, outside, head_dim);
+    const std::vector<float> weights =
+        AttentionWeights(query(first_row - 1, g), head.k, outside, head_dim);
     for (size_t t = 0; t < judged.size(); ++t) {
       judged[t].beta = std::max(judged[t].beta, weights[t] * static_cast<float>(outside));
     }
@@ -64,7 +48,7 @@ std::vector<JudgedToken> JudgeTokens(const HeadQueries& head, int64_t head_dim,
   const int64_t stride = std::max<int64_t>(1, options.rows / kMeasuredRows);
   for (int64_t row = first_row; row < tokens; row += stride) {
     for (int64_t g = 0; g < group; ++g) {
-      const std::vector<float> weights = Softmax(query(row, g), head.k, row + 1, head_dim);
+      const std::vector<float> weights = AttentionWeights(query(row, g), head.k, row + 1, head_dim);
       for (size_t t = 0; t < judged.size(); ++t) judged[t].mass += weights[t];
     }
   }

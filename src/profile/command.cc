@@ -25,6 +25,7 @@
 #include "src/profile/beta_run.h"
 #include "src/profile/intervals.h"
 #include "src/profile/latent_profile.h"
+#include "src/profile/margin_run.h"
 #include "src/profile/progress.h"
 #include "src/profile/skew_run.h"
 #include "src/profile/traffic.h"
@@ -60,6 +61,11 @@ constexpr char kAbout[] =
     "decomposition). Its columns with the most weight become the partial queries and keys.\n"
     "The projection is written beside the profile, as FILE.projection: keep the two together.\n"
     "\n"
+    "Margins, for --policy recall, with --margins: for each layer the least difference from a\n"
+    "row's best partial score with which the tokens within it, and the newest block, hold\n"
+    "--recall-share of the row's attention. With them fewer tokens are selected and fetched than\n"
+    "the budget has room for. They belong to the projection of --skew, or to the plain columns.\n"
+    "\n"
     "Thresholds, for --policy hgca, with --betas: for each layer and KV head the largest beta\n"
     "with which the tokens that a row selects hold --hgca-share of the attention that the 64 rows\n"
     "behind it pay to tokens outside the window. Profile with the block_tokens and the window\n"
@@ -76,6 +82,8 @@ constexpr char kAbout[] =
 constexpr char kExamples[] =
     "  sluice-profile --model models/m --traffic prompts.jsonl --out m.profile.json\n"
     "  sluice-profile --model models/m --traffic prompts.jsonl --skew --no-intervals --out m.json\n"
+    "  sluice-profile --model models/m --traffic prompts.jsonl --skew --margins --no-intervals "
+    "--out m.json\n"
     "  sluice-profile --model models/m --traffic prompts.jsonl --betas --no-intervals --out "
     "m.json\n"
     "  sluice-profile --model models/m --prompts 4 --context 4096 --steps 128 --out m.json\n"
@@ -97,6 +105,8 @@ struct Options {
   int64_t block_tokens = 32, budget_tokens = 2048, dense_layers = 2;
   int64_t rank = 0, skew_tokens = 1024;
   double share_limit = PolicyOptions::Scout().share_limit;
+  bool margins = false;
+  double recall_share = 0.99;
   bool betas = false;
   int64_t hgca_window = 512;
   double hgca_share = 0.99;
@@ -116,6 +126,7 @@ class Profiler {
     SLUICE_RETURN_IF_ERROR(Load());
     if (!options_.no_intervals) SLUICE_RETURN_IF_ERROR(MeasureIntervals());
     if (options_.skew) SLUICE_RETURN_IF_ERROR(MeasureSkew());
+    if (options_.margins) SLUICE_RETURN_IF_ERROR(MeasureMarginsOfLayers());
     if (options_.betas) SLUICE_RETURN_IF_ERROR(MeasureThresholds());
     SLUICE_RETURN_IF_ERROR(WritePolicyProfile(profile_, options_.out));
     std::printf("\nwritten: %s\n", options_.out.c_str());
@@ -283,6 +294,40 @@ class Profiler {
     return absl::OkStatus();
   }
 
+  absl::Status MeasureMarginsOfLayers() {
+    const CacheLayout& layout = model_->cache_layout();
+    MarginRunOptions run;
+    run.ring_tokens = options_.block_tokens;
+    run.share = options_.recall_share;
+    run.projection = profile_.projection;
+    SLUICE_ASSIGN_OR_RETURN(
+        run.rank, ProjectionRank(layout.layers, layout.kinds[0].heads, model_->config().head_dim,
+                                 static_cast<int64_t>(profile_.projection.size()), options_.rank));
+    std::vector<FoundMargin> found;
+    {
+      Progress bar("attention by partial scores");
+      SLUICE_ASSIGN_OR_RETURN(
+          found, MeasureMargins(run, &device_->device(), model_.get(), prompts_,
+                                [&](int64_t done, int64_t all) { bar.Show(done, all); }));
+    }
+    profile_.margins = {static_cast<int32_t>(run.rank), options_.recall_share, {}};
+    std::printf(
+        "\nmargin of recall: its selection and the newest %d tokens hold %g %% of a row's "
+        "attention, for every KV head\n\n",
+        static_cast<int>(run.ring_tokens), 100 * options_.recall_share);
+    std::printf("%5s %9s %10s %10s\n", "layer", "margin", "selected", "held");
+    double all = 0;
+    for (size_t layer = 0; layer < found.size(); ++layer) {
+      const FoundMargin& of = found[layer];
+      profile_.margins.by_layer.push_back(of.margin);
+      std::printf("%5zu %9.2f %9.1f%% %9.2f%%\n", layer, double{of.margin}, 100 * of.selected,
+                  100 * of.captured);
+      all += of.selected / static_cast<double>(found.size());
+    }
+    std::printf("%5s %9s %9.1f%%\n", "mean", "", 100 * all);
+    return absl::OkStatus();
+  }
+
   absl::Status MeasureThresholds() {
     const PolicyOptions::Hgca served;
     BetaRunOptions run;
@@ -372,10 +417,11 @@ absl::Status Profile(const Options& o) {
         absl::StrCat(config->architecture,
                      " has latent caches and no indexer: no policy takes a profile of it"));
   }
-  if (o.skew || o.betas || o.no_intervals) {
-    return absl::InvalidArgumentError(absl::StrCat(o.skew    ? "--skew"
-                                                   : o.betas ? "--betas"
-                                                             : "--no-intervals",
+  if (o.skew || o.margins || o.betas || o.no_intervals) {
+    return absl::InvalidArgumentError(absl::StrCat(o.skew      ? "--skew"
+                                                   : o.margins ? "--margins"
+                                                   : o.betas   ? "--betas"
+                                                               : "--no-intervals",
                                                    " is for models with keys and values of "
                                                    "heads, and ",
                                                    config->architecture,
@@ -422,6 +468,9 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Number("hgca-share", "share of the attention outside that window that is to be selected", 0,
                1, &o.hgca_share);
   flags.Switch("skew", "make a projection for policy recall", &o.skew);
+  flags.Switch("margins", "measure margins for policy recall", &o.margins);
+  flags.Number("recall-share", "share of a row's attention that is to be selected with --margins",
+               0, 1, &o.recall_share);
   flags.Integer("rank", "columns of the projection; 0: half of head_dim", 0, 4096, &o.rank);
   flags.Integer("skew-tokens",
                 "tokens whose queries the projection is made from, spread over the prompts", 64,
@@ -454,8 +503,10 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   }
   if (o.model.empty()) return Fail("--model is missing (see --help)", 2);
   if (o.out.empty()) return Fail("--out is missing: name the file to write (see --help)", 2);
-  if (o.no_intervals && !o.skew && !o.betas) {
-    return Fail("--no-intervals leaves nothing to measure: add --skew or --betas (see --help)", 2);
+  if (o.no_intervals && !o.skew && !o.margins && !o.betas) {
+    return Fail(
+        "--no-intervals leaves nothing to measure: add --skew, --margins or --betas (see --help)",
+        2);
   }
   if (o.topic_drift && !o.traffic.empty()) {
     return Fail("--topic-drift makes its own prompts: leave --traffic out (see --help)", 2);

@@ -32,6 +32,7 @@ PolicyProfile Profile() {
     profile.projection.push_back(0.1f * static_cast<float>(i % 77) - 3);
   }
   profile.hgca = {512, 0.99, kKvHeads, {0.5f, 0, 1, 2, 0.125f, 3}};
+  profile.margins = {kRank, 0.99, {8, 0.0625f, 12.5f}};
   profile.misses.points = {{32768, 0.2, 4, {17, 100.5, 605}}, {131072, 0.1, 20, {0, 1, 2}}};
   profile.misses.rates.device = "cuda";
   profile.misses.rates.transfer = {8, 0.015};
@@ -123,6 +124,45 @@ TEST_CASE("a profile is read as it was written") {
   CHECK(read->hgca.share == 0.99);
   CHECK(read->hgca.kv_heads == kKvHeads);
   CHECK(read->hgca.betas == written.hgca.betas);
+  CHECK(read->margins.rank == kRank);
+  CHECK(read->margins.share == 0.99);
+  CHECK(read->margins.by_layer == written.margins.by_layer);
+}
+
+TEST_CASE("margins go to policy recall, and fit its projection and its reduction") {
+  Model model;
+  REQUIRE(model.Apply(Profile(), kFingerprint).ok());
+  CHECK(model.options.recall.margins == Profile().margins.by_layer);
+  const auto refused = [](const PolicyProfile& profile, const Model& of, const std::string& words) {
+    Model other = of;
+    const absl::Status status = other.Apply(profile, kFingerprint);
+    CHECK(absl::IsFailedPrecondition(status));
+    CheckSays(status, words);
+    CHECK(other.options.recall.margins.empty());
+  };
+  PolicyProfile profile = Profile();
+  profile.margins.by_layer.pop_back();
+  refused(profile, Model(), "margins of 2 layers");
+  profile = Profile();
+  profile.margins.rank = 8;
+  refused(profile, Model(), "measured with 8 columns of a projection, this node has 4");
+  Model mean;
+  mean.options.reduction = kernels::GroupReduction::kMean;
+  refused(Profile(), mean, "score_reduction max");
+  // Without a projection of the profile there are plain columns, half of head_dim.
+  profile = Profile();
+  profile.rank = 0;
+  profile.projection.clear();
+  refused(profile, Model(), "this node has 8");
+  profile.margins.rank = 8;
+  Model plain;
+  REQUIRE(plain.Apply(profile, kFingerprint).ok());
+  CHECK(plain.options.recall.margins == Profile().margins.by_layer);
+  for (const json& margins : {json({1, 0}), json({1, "x"}), json::array(), json(3)}) {
+    const absl::Status wrong = Changed([&](json& root) { root["recall"]["margins"] = margins; });
+    CHECK(absl::IsInvalidArgument(wrong));
+    CheckSays(wrong, "margins");
+  }
 }
 
 TEST_CASE("thresholds go to policy hgca, except where it is exact, and fit the model") {

@@ -43,7 +43,7 @@ class RecallPolicy : public OffloadPolicy {
   // to HBM.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Score(stream, layer, predicted);
-    Select(stream, predicted);
+    Select(stream, layer, predicted);
     const kernels::UnitLists missing = Lists(workspace_.missing, workspace_.missing_counts);
     const bool keeps = !options().recall.fetch_all;
     Split(stream, layer, predicted, missing, /*forget=*/!keeps, /*whole=*/false);
@@ -181,7 +181,15 @@ class RecallPolicy : public OffloadPolicy {
     kernels().PartialScores(stream, params);
   }
 
-  void Select(Stream& stream, const Queries& predicted) {
+  // Returns how far below the largest score of a list a selected token may lie.
+  float Margin(int layer) const {
+    const PolicyOptions::Recall& recall = options().recall;
+    if (recall.margin > 0) return recall.margin;
+    return recall.margins.empty() ? std::numeric_limits<float>::infinity()
+                                  : recall.margins[static_cast<size_t>(layer)];
+  }
+
+  void Select(Stream& stream, int layer, const Queries& predicted) {
     kernels::TopKParams params{};
     params.scores = workspace_.scores.as<float>();
     params.score_stride = options().max_context;
@@ -194,8 +202,7 @@ class RecallPolicy : public OffloadPolicy {
     params.k = capacities_.selected;
     // Tokens in the ring are in HBM anyway, so attending to them costs no fetch.
     params.last_units = static_cast<int32_t>(kRingBlocks * tier().block_tokens());
-    params.margin = options().recall.margin > 0 ? options().recall.margin
-                                                : std::numeric_limits<float>::infinity();
+    params.margin = Margin(layer);
     kernels().TopK(stream, params);
   }
 
@@ -348,6 +355,11 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> RecallPolicy::Create(
       shape.rank,
       ProjectionRank(shape.layers, shape.kv_heads, shape.head_dim,
                      static_cast<int64_t>(options.recall.projection.size()), options.recall.rank));
+  if (!options.recall.margins.empty() && std::ssize(options.recall.margins) != layout.layers) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("policy ", options.name, ": expected margins of ", layout.layers,
+                     " layers, found ", options.recall.margins.size()));
+  }
   const int64_t ring = int64_t{kRingBlocks} * kv.block_tokens;
   if (options.budget_tokens <= ring) {
     return absl::InvalidArgumentError(

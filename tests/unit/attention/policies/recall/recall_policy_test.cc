@@ -157,14 +157,24 @@ Sums SumsOf(const AttentionPolicy& policy) {
 }
 
 // Decodes one sequence and checks every row against softmax over the tokens that naive selection
-// chooses and those that are in HBM anyway.
-void CheckAgainstNaive(const PolicyRig::Shape& shape, int budget, float margin, bool fetch_all) {
+// chooses and those that are in HBM anyway. With `by_layer` each layer has a margin of its own.
+void CheckAgainstNaive(const PolicyRig::Shape& shape, int budget, float margin, bool fetch_all,
+                       bool by_layer = false) {
   constexpr int kSteps = 40;
   const PolicyRig::Make make = RandomVectors(shape, 0.3f);
   PolicyRig rig(shape, make);
   PolicyOptions options = rig.Options();
   options.budget_tokens = budget;
-  if (margin != kNoMargin) options.recall.margin = margin;  // The default has none.
+  const auto margin_of = [&](int layer) {
+    return by_layer ? margin * (1 + 0.5f * static_cast<float>(layer)) : margin;
+  };
+  if (by_layer) {
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      options.recall.margins.push_back(margin_of(layer));
+    }
+  } else if (margin != kNoMargin) {
+    options.recall.margin = margin;  // The default has none.
+  }
   options.recall.fetch_all = fetch_all;
   const auto policy = MakePolicy(options);
   const int rank = shape.head_dim / 2;
@@ -180,8 +190,8 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, int budget, float margin, 
     const auto out = rig.Step(*policy, {1});
     for (int layer = 0; layer < shape.layers; ++layer) {
       INFO("step " << step << " layer " << layer);
-      auto tokens = NaiveTokens(shape, make, seed, layer, position, budget, margin, projection,
-                                rank, rig.scale());
+      auto tokens = NaiveTokens(shape, make, seed, layer, position, budget, margin_of(layer),
+                                projection, rank, rig.scale());
       for (size_t head = 0; head < tokens.size(); ++head) {
         selected += static_cast<int64_t>(tokens[head].size());
         if (fetch_all) continue;
@@ -241,6 +251,7 @@ void Margins(const PolicyRig::Shape& shape) {
   // The margin is wide enough for some tokens beside the ring, and too narrow to fill the budget.
   CheckAgainstNaive(shape, 160, 0.6f, false);
   CheckAgainstNaive(shape, 160, 0.6f, true);
+  CheckAgainstNaive(shape, 160, 0.4f, false, /*by_layer=*/true);
 }
 SLUICE_TEST_ON_CPU_AND_GPU("a margin leaves out what scores far below the largest", Margins)
 
@@ -418,6 +429,9 @@ TEST_CASE("recall: options out of range are refused by name") {
   refused("recall rank: ", [](PolicyOptions& o) { o.recall.rank = 33; });
   refused("recall rank: ", [](PolicyOptions& o) { o.recall.rank = -1; });
   refused("[3][2][32][rank]", [](PolicyOptions& o) { o.recall.projection.resize(100); });
+  refused("expected margins of 3 layers, found 2", [](PolicyOptions& o) {
+    o.recall.margins = {1, 2};
+  });
   refused("has 4 columns a head, found 3", [](PolicyOptions& o) {
     o.recall.projection.resize(3 * 2 * 32 * 4);
     o.recall.rank = 3;
