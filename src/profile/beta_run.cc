@@ -6,16 +6,9 @@
 #include "absl/strings/str_cat.h"
 #include "src/attention/policies/hgca/window.h"
 #include "src/base/status_macros.h"
-#include "src/profile/attention_weights.h"
+#include "src/profile/head_math.h"
 
 namespace sluice {
-namespace {
-
-// Rows whose attention is measured; they are spread evenly over those that there are.
-constexpr int64_t kMeasuredRows = 32;
-
-}  // namespace
-
 std::vector<JudgedToken> JudgeTokens(const HeadQueries& head, int64_t head_dim,
                                      const BetaRunOptions& options) {
   const int64_t tokens = static_cast<int64_t>(head.k.size()) / head_dim;
@@ -45,7 +38,7 @@ std::vector<JudgedToken> JudgeTokens(const HeadQueries& head, int64_t head_dim,
           std::max(judged[static_cast<size_t>(t)].beta, judged[static_cast<size_t>(t - i)].beta);
     }
   }
-  const int64_t stride = std::max<int64_t>(1, options.rows / kMeasuredRows);
+  const int64_t stride = MeasuredRowStride(options.rows);
   for (int64_t row = first_row; row < tokens; row += stride) {
     for (int64_t g = 0; g < group; ++g) {
       const std::vector<float> weights = AttentionWeights(query(row, g), head.k, row + 1, head_dim);

@@ -2,75 +2,55 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/policies/recall/projection.h"
 #include "src/base/status_macros.h"
-#include "src/profile/attention_weights.h"
+#include "src/profile/head_math.h"
 
 namespace sluice {
-namespace {
-
-// Rows whose attention is measured; they are spread evenly over those that there are.
-constexpr int64_t kMeasuredRows = 32;
-
-// Returns the first `rows` vectors times the projection [head_dim][rank], as [rows][rank].
-std::vector<float> Projected(const float* vectors, int64_t rows, int64_t head_dim,
-                             absl::Span<const float> projection) {
-  const int64_t rank = std::ssize(projection) / head_dim;
-  std::vector<float> out(static_cast<size_t>(rows * rank));
-  for (int64_t row = 0; row < rows; ++row) {
-    float* const to = out.data() + row * rank;
-    for (int64_t d = 0; d < head_dim; ++d) {
-      const float value = vectors[row * head_dim + d];
-      for (int64_t r = 0; r < rank; ++r)
-        to[r] += value * projection[static_cast<size_t>(d * rank + r)];
-    }
-  }
-  return out;
-}
-
-}  // namespace
-
 void AddRows(const HeadQueries& head, int64_t head_dim, absl::Span<const float> projection,
              const MarginRunOptions& options, MarginHistogram* histogram) {
   const int64_t tokens = std::ssize(head.k) / head_dim;
   const int64_t group = std::ssize(head.q) / head_dim / std::max<int64_t>(tokens, 1);
   const int64_t rank = std::ssize(projection) / head_dim;
   const int64_t first_row = std::max<int64_t>(tokens - options.rows, options.ring_tokens);
-  const float scale = 1 / std::sqrt(static_cast<float>(head_dim));
-  const std::vector<float> keys = Projected(head.k.data(), tokens, head_dim, projection);
-  const int64_t stride = std::max<int64_t>(1, options.rows / kMeasuredRows);
-  std::vector<float> scores, weights;
+  const double scale = 1 / std::sqrt(static_cast<double>(head_dim));
+  const std::vector<double> columns(projection.begin(), projection.end());
+  const std::vector<double> keys = Times(head.k, tokens, columns, head_dim, rank);
+  const int64_t stride = MeasuredRowStride(options.rows);
+  std::vector<double> scores, weights;
   for (int64_t row = first_row; row < tokens; row += stride) {
     // The newest token has no partial key yet when its row's scores are made.
     scores.assign(static_cast<size_t>(row), -INFINITY);
     weights.assign(static_cast<size_t>(row + 1), 0);
-    const float* const queries = head.q.data() + row * group * head_dim;
-    const std::vector<float> partial = Projected(queries, group, head_dim, projection);
+    const absl::Span<const float> queries = absl::MakeConstSpan(head.q).subspan(
+        static_cast<size_t>(row * group * head_dim), static_cast<size_t>(group * head_dim));
+    const std::vector<double> partial = Times(queries, group, columns, head_dim, rank);
     for (int64_t g = 0; g < group; ++g) {
+      const auto query = partial.begin() + g * rank;
       for (int64_t t = 0; t < row; ++t) {
-        float dot = 0;
-        for (int64_t r = 0; r < rank; ++r)
-          dot +=
-              partial[static_cast<size_t>(g * rank + r)] * keys[static_cast<size_t>(t * rank + r)];
-        scores[static_cast<size_t>(t)] = std::max(scores[static_cast<size_t>(t)], dot * scale);
+        double& score = scores[static_cast<size_t>(t)];
+        score = std::max(
+            score, scale * std::inner_product(query, query + rank, keys.begin() + t * rank, 0.0));
       }
       const std::vector<float> of =
-          AttentionWeights(queries + g * head_dim, head.k, row + 1, head_dim);
-      for (size_t t = 0; t < of.size(); ++t) weights[t] += of[t];
+          AttentionWeights(queries.data() + g * head_dim, head.k, row + 1, head_dim);
+      for (size_t t = 0; t < of.size(); ++t) weights[t] += double{of[t]};
     }
-    const float largest = *std::max_element(scores.begin(), scores.end());
+    const double largest = *std::max_element(scores.begin(), scores.end());
     const int64_t outside = row + 1 - options.ring_tokens;
     for (int64_t t = 0; t <= row; ++t) {
-      const double mass = double{weights[static_cast<size_t>(t)]};
+      const double mass = weights[static_cast<size_t>(t)];
       if (t >= outside) {
         histogram->held += mass;
         continue;
       }
-      const float depth = (largest - scores[static_cast<size_t>(t)]) / MarginHistogram::kBinWidth;
+      const double depth =
+          (largest - scores[static_cast<size_t>(t)]) / double{MarginHistogram::kBinWidth};
       const auto bin = static_cast<size_t>(
-          std::clamp(std::ceil(depth) - 1, 0.0f, float{MarginHistogram::kBins - 1}));
+          std::clamp(std::ceil(depth) - 1, 0.0, double{MarginHistogram::kBins - 1}));
       histogram->mass[bin] += mass;
       ++histogram->tokens[bin];
     }

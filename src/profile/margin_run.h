@@ -1,7 +1,7 @@
 // Measures the margins of policy recall (InfiniGen's alpha): how far below a row's largest partial
-// score a token may lie, so that the tokens within the margin hold a wanted share of the row's
-// attention. Prompts run under full attention, so that nothing depends on a selection, and rows
-// are judged by their real queries, which the policy only predicts.
+// score a token may lie, so that the tokens within the margin hold a wanted share of all judged
+// rows' attention together. Prompts run under full attention, so that nothing depends on a
+// selection, and rows are judged by their real queries, which the policy only predicts.
 #pragma once
 
 #include <cstdint>

@@ -5,25 +5,11 @@
 #include <numeric>
 
 #include "src/base/status_macros.h"
+#include "src/profile/head_math.h"
 #include "src/profile/svd.h"
 
 namespace sluice {
 namespace {
-
-// Returns x [rows][inner] times y [inner][columns].
-std::vector<double> Times(absl::Span<const float> x, int64_t rows, absl::Span<const double> y,
-                          int64_t inner, int64_t columns) {
-  std::vector<double> out(static_cast<size_t>(rows * columns));
-  for (int64_t r = 0; r < rows; ++r) {
-    double* row = &out[static_cast<size_t>(r * columns)];
-    for (int64_t i = 0; i < inner; ++i) {
-      const double factor = x[static_cast<size_t>(r * inner + i)];
-      for (int64_t c = 0; c < columns; ++c)
-        row[c] += factor * y[static_cast<size_t>(i * columns + c)];
-    }
-  }
-  return out;
-}
 
 // Returns the rank of each value in ascending order; equal values are ordered by index.
 std::vector<double> Ranks(const std::vector<double>& values) {

@@ -1,4 +1,4 @@
-#include "src/profile/attention_weights.h"
+#include "src/profile/head_math.h"
 
 #include <algorithm>
 #include <cmath>
@@ -20,6 +20,20 @@ std::vector<float> AttentionWeights(const float* q, const std::vector<float>& k,
   for (float& weight : weights) sum += weight = std::exp(weight - largest);
   for (float& weight : weights) weight = static_cast<float>(weight / sum);
   return weights;
+}
+
+std::vector<double> Times(absl::Span<const float> x, int64_t rows, absl::Span<const double> y,
+                          int64_t inner, int64_t columns) {
+  std::vector<double> out(static_cast<size_t>(rows * columns));
+  for (int64_t r = 0; r < rows; ++r) {
+    double* row = &out[static_cast<size_t>(r * columns)];
+    for (int64_t i = 0; i < inner; ++i) {
+      const double factor = x[static_cast<size_t>(r * inner + i)];
+      for (int64_t c = 0; c < columns; ++c)
+        row[c] += factor * y[static_cast<size_t>(i * columns + c)];
+    }
+  }
+  return out;
 }
 
 }  // namespace sluice
