@@ -1,0 +1,304 @@
+#include "src/profile/kv_profile.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/policies/recall/projection.h"
+#include "src/base/rng.h"
+#include "src/base/status_macros.h"
+#include "src/bench/harness/bench_device.h"
+#include "src/bench/harness/policy_run.h"
+#include "src/bench/harness/scout_shares.h"
+#include "src/bench/workload/context.h"
+#include "src/bench/workload/topic_drift.h"
+#include "src/device/cpu/cpu_device.h"
+#include "src/model/model_config.h"
+#include "src/profile/beta_run.h"
+#include "src/profile/intervals.h"
+#include "src/profile/margin_run.h"
+#include "src/profile/progress.h"
+#include "src/profile/skew_run.h"
+#include "src/profile/traffic.h"
+
+namespace sluice {
+namespace {
+
+using bench::ArenaBytes;
+using bench::BenchDevice;
+using bench::BenchTiers;
+using bench::Context;
+using bench::ContextMaker;
+using bench::MeasureShares;
+using bench::PolicyWorld;
+using bench::ShareTokens;
+using bench::TopicDrift;
+using bench::TopicDriftContext;
+using bench::TopicDriftWeights;
+
+class Profiler {
+ public:
+  explicit Profiler(const KvProfileOptions& options)
+      : options_(options),
+        threads_(options.threads > 0 ? static_cast<int>(options.threads) : DefaultThreads()) {}
+
+  absl::StatusOr<PolicyProfile> Run() {
+    SLUICE_RETURN_IF_ERROR(Load());
+    if (options_.intervals) SLUICE_RETURN_IF_ERROR(MeasureIntervals());
+    if (options_.skew) SLUICE_RETURN_IF_ERROR(MeasureSkew());
+    if (options_.margins) SLUICE_RETURN_IF_ERROR(MeasureMarginsOfLayers());
+    if (options_.betas) SLUICE_RETURN_IF_ERROR(MeasureThresholds());
+    return std::move(profile_);
+  }
+
+ private:
+  static constexpr int kChunkTokens = 512;  // Prompt tokens in one step.
+
+  absl::Status Load() {
+    SLUICE_ASSIGN_OR_RETURN(device_,
+                            BenchDevice::Create({options_.device, options_.kernels, threads_}));
+    Model::Options model;
+    model.directory = options_.model;
+    model.load_format = options_.dummy ? "dummy" : "auto";
+    model.block_tokens = static_cast<int>(options_.block_tokens);
+    model.max_rows = kChunkTokens + 1;
+    model.max_logits = 1;
+    if (options_.topic_drift) {
+      model.weights = [this](const ModelConfig& of) { return TopicDriftWeights(of, Drift()); };
+    }
+    SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, &device_->device()));
+    profile_.model_fingerprint = model_->fingerprint();
+    SLUICE_RETURN_IF_ERROR(LoadPrompts());
+    for (size_t i = 0; i < prompts_.size(); ++i) {
+      const int64_t need = static_cast<int64_t>(prompts_[i].size()) +
+                           ShareTokens(static_cast<int>(options_.steps)) + 1;
+      if (need > model_->max_context()) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "prompt ", i + 1, " has ", prompts_[i].size(), " tokens: with --steps ", options_.steps,
+            " it needs a context of ", need, ", the model has ", model_->max_context(),
+            ": take shorter prompts (--context), or fewer steps"));
+      }
+      longest_ = std::max(longest_, need);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status LoadPrompts() {
+    const ModelConfig& config = model_->config();
+    if (!options_.traffic.empty()) {
+      SLUICE_ASSIGN_OR_RETURN(prompts_, ReadTraffic(options_.traffic, config.vocab_size));
+      return absl::OkStatus();
+    }
+    if (!options_.topic_drift) {
+      prompts_ = RandomTraffic(options_.prompts, options_.context, config.vocab_size,
+                               static_cast<uint64_t>(options_.seed));
+      return absl::OkStatus();
+    }
+    SplitMix64 random(static_cast<uint64_t>(options_.seed));
+    for (int64_t i = 0; i < options_.prompts; ++i) {
+      prompts_.push_back(TopicDriftContext(config, Drift(), static_cast<int>(options_.context),
+                                           ShareTokens(static_cast<int>(options_.steps)) + 1,
+                                           random));
+    }
+    return absl::OkStatus();
+  }
+
+  TopicDrift Drift() const {
+    TopicDrift drift;
+    drift.seed = static_cast<uint64_t>(options_.seed);
+    drift.max_context = static_cast<int>(options_.context);
+    return drift;
+  }
+
+  // Decodes each prompt. Returns a series for each layer.
+  absl::StatusOr<std::vector<ShareSeries>> Decode(const PolicyOptions& policy) {
+    Device& device = device_->device();
+    PolicyWorld world;
+    world.device = &device;
+    world.model = model_.get();
+    world.max_context = model_->max_context();
+    world.options = policy;
+    // Twice the size of its cache holds a sequence's KV slots, the arrays beside them and its
+    // dense layers.
+    const int64_t home = ArenaBytes(model_->cache_layout(), longest_) + (1 << 20);
+    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<BenchTiers> tiers,
+                            BenchTiers::Create(device, 2 * home + (8 << 20), home));
+    SLUICE_RETURN_IF_ERROR(tiers->Cut(&world, "scout"));
+    SLUICE_RETURN_IF_ERROR(SetUpPolicy(world, "scout").status());  // before prompts are computed
+    SLUICE_ASSIGN_OR_RETURN(
+        const std::unique_ptr<ContextMaker> maker,
+        ContextMaker::Create(static_cast<int>(longest_), &device, model_.get()));
+    std::vector<ShareSeries> series(static_cast<size_t>(model_->cache_layout().layers));
+    Progress bar("decoding prompts");
+    for (size_t i = 0; i < prompts_.size(); ++i) {
+      SLUICE_ASSIGN_OR_RETURN(const Context context, maker->Compute(prompts_[i]));
+      SLUICE_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> shares,
+                              MeasureShares(world, context, static_cast<int>(options_.steps)));
+      for (size_t step = 0; step < shares.size(); ++step) {
+        for (auto layer = static_cast<size_t>(policy.dense_layers); layer < series.size();
+             ++layer) {
+          series[layer].Add(static_cast<int64_t>(step) + 1, shares[step][layer]);
+        }
+      }
+      bar.Show(static_cast<int64_t>(i) + 1, static_cast<int64_t>(prompts_.size()));
+    }
+    return series;
+  }
+
+  absl::Status MeasureIntervals() {
+    const int layers = model_->cache_layout().layers;
+    PolicyOptions policy;
+    policy.budget_tokens = static_cast<int>(options_.budget_tokens);
+    policy.dense_layers = static_cast<int>(std::min<int64_t>(options_.dense_layers, layers));
+    policy.workers = static_cast<int>(options_.workers);
+    SLUICE_ASSIGN_OR_RETURN(const std::vector<ShareSeries> series, Decode(policy));
+    profile_.block_tokens = static_cast<int32_t>(options_.block_tokens);
+    profile_.budget_tokens = static_cast<int32_t>(options_.budget_tokens);
+    profile_.share_limit = options_.share_limit;
+    std::printf("CPU share of the budget, by steps since a recall\n\n");
+    std::printf("%5s %9s %10s %10s %10s\n", "layer", "interval", "step 1", "at it", "last");
+    double sum = 0;
+    for (int layer = 0; layer < layers; ++layer) {
+      PolicyProfile::Layer& of = profile_.layers.emplace_back();
+      if (layer < policy.dense_layers) continue;
+      of.shares = series[static_cast<size_t>(layer)].Means();
+      of.interval = IntervalOf(of.shares, options_.share_limit);
+      sum += of.interval;
+      if (of.shares.empty()) continue;
+      std::printf("%5d %9d %9.1f%% %9.1f%% %9.1f%%\n", layer, of.interval, 100 * of.shares.front(),
+                  100 * of.shares[static_cast<size_t>(of.interval) - 1], 100 * of.shares.back());
+    }
+    const int sparse = layers - policy.dense_layers;
+    if (sparse > 0) {
+      std::printf("mean  %9.1f of %d steps measured\n", sum / sparse,
+                  static_cast<int>(options_.steps));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MeasureSkew() {
+    CapturedQueries captured;
+    {
+      Progress bar("queries under full attention");
+      SLUICE_ASSIGN_OR_RETURN(
+          captured, CaptureQueries(&device_->device(), model_.get(), prompts_, options_.skew_tokens,
+                                   [&](int64_t done, int64_t all) { bar.Show(done, all); }));
+    }
+    SLUICE_ASSIGN_OR_RETURN(profile_.rank,
+                            ProjectionRank(captured.layers, captured.kv_heads, captured.head_dim,
+                                           /*elements=*/0, options_.rank));
+    profile_.projection_layers = static_cast<int32_t>(captured.layers);
+    profile_.kv_heads = static_cast<int32_t>(captured.kv_heads);
+    profile_.head_dim = static_cast<int32_t>(captured.head_dim);
+    SkewResult skew;
+    {
+      Progress bar("singular values");
+      skew = MakeSkew(captured, profile_.rank, threads_,
+                      [&](int64_t done, int64_t all) { bar.Show(done, all); });
+    }
+    profile_.projection = std::move(skew.projection);
+    std::printf("\nrank correlation of partial scores (%d of %d columns) with whole ones\n\n",
+                profile_.rank, profile_.head_dim);
+    std::printf("%5s %10s %10s\n", "layer", "plain", "skewed");
+    SkewQuality mean;
+    for (size_t layer = 0; layer < skew.layers.size(); ++layer) {
+      const SkewQuality& of = skew.layers[layer];
+      std::printf("%5zu %10.3f %10.3f\n", layer, of.plain, of.skewed);
+      mean.plain += of.plain / static_cast<double>(skew.layers.size());
+      mean.skewed += of.skewed / static_cast<double>(skew.layers.size());
+    }
+    std::printf("%5s %10.3f %10.3f\n", "mean", mean.plain, mean.skewed);
+    return absl::OkStatus();
+  }
+
+  absl::Status MeasureMarginsOfLayers() {
+    const CacheLayout& layout = model_->cache_layout();
+    MarginRunOptions run;
+    run.ring_tokens = options_.block_tokens;
+    run.share = options_.recall_share;
+    run.projection = profile_.projection;
+    SLUICE_ASSIGN_OR_RETURN(
+        run.rank, ProjectionRank(layout.layers, layout.kinds[0].heads, model_->config().head_dim,
+                                 static_cast<int64_t>(profile_.projection.size()), options_.rank));
+    std::vector<FoundMargin> found;
+    {
+      Progress bar("attention by partial scores");
+      SLUICE_ASSIGN_OR_RETURN(
+          found, MeasureMargins(run, &device_->device(), model_.get(), prompts_,
+                                [&](int64_t done, int64_t all) { bar.Show(done, all); }));
+    }
+    profile_.margins = {static_cast<int32_t>(run.rank), options_.recall_share, {}};
+    std::printf(
+        "\nmargin of recall: its selection and the newest %d tokens hold %g %% of a row's "
+        "attention, for every KV head\n\n",
+        static_cast<int>(run.ring_tokens), 100 * options_.recall_share);
+    std::printf("%5s %9s %10s %10s\n", "layer", "margin", "selected", "held");
+    double all = 0;
+    for (size_t layer = 0; layer < found.size(); ++layer) {
+      const FoundMargin& of = found[layer];
+      profile_.margins.by_layer.push_back(of.margin);
+      std::printf("%5zu %9.2f %9.1f%% %9.2f%%\n", layer, double{of.margin}, 100 * of.selected,
+                  100 * of.captured);
+      all += of.selected / static_cast<double>(found.size());
+    }
+    std::printf("%5s %9s %9.1f%%\n", "mean", "", 100 * all);
+    return absl::OkStatus();
+  }
+
+  absl::Status MeasureThresholds() {
+    const PolicyOptions::Hgca served;
+    BetaRunOptions run;
+    run.block_tokens = options_.block_tokens;
+    run.window_tokens = options_.hgca_window;
+    run.following = served.following;
+    run.share = options_.hgca_share;
+    std::vector<FoundBeta> found;
+    {
+      Progress bar("attention outside the window");
+      SLUICE_ASSIGN_OR_RETURN(
+          found, MeasureBetas(run, &device_->device(), model_.get(), prompts_,
+                              [&](int64_t done, int64_t all) { bar.Show(done, all); }));
+    }
+    const CacheLayout& layout = model_->cache_layout();
+    profile_.hgca = {options_.hgca_window, options_.hgca_share, layout.kinds[0].heads, {}};
+    std::printf("\nbeta of hgca: its selection holds %g %% of the attention outside %d tokens\n\n",
+                100 * options_.hgca_share, static_cast<int>(options_.hgca_window));
+    std::printf("%5s %12s %12s %10s\n", "layer", "least beta", "largest", "selected");
+    double all = 0;
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      float least = INFINITY, most = 0;
+      double selected = 0;
+      for (int head = 0; head < layout.kinds[0].heads; ++head) {
+        const FoundBeta& of = found[static_cast<size_t>(layer * layout.kinds[0].heads + head)];
+        profile_.hgca.betas.push_back(of.beta);
+        least = std::min(least, of.beta);
+        most = std::max(most, of.beta);
+        selected += of.selected / layout.kinds[0].heads;
+      }
+      std::printf("%5d %12.3g %12.3g %9.1f%%\n", layer, double{least}, double{most},
+                  100 * selected);
+      all += selected / layout.layers;
+    }
+    std::printf("%5s %12s %12s %9.1f%%\n", "mean", "", "", 100 * all);
+    return absl::OkStatus();
+  }
+
+  const KvProfileOptions options_;
+  const int threads_;
+  std::unique_ptr<BenchDevice> device_;
+  std::unique_ptr<Model> model_;
+  std::vector<Prompt> prompts_;
+  int64_t longest_ = 0;  // Tokens of the longest prompt and of what is decoded after it.
+  PolicyProfile profile_;
+};
+
+}  // namespace
+
+absl::StatusOr<PolicyProfile> ProfileKv(const KvProfileOptions& options) {
+  return Profiler(options).Run();
+}
+
+}  // namespace sluice
