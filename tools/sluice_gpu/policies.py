@@ -133,6 +133,7 @@ class IntervalRun:
                 "--context", str(self.context), "--prompts", str(self.prompts), "--steps", str(self.steps),
                 "--budget-tokens", str(self.budget),
                 "--workers", str(max(len(os.sched_getaffinity(0)) - 2, 1))]
+BUDGETS = ("full", "scout", "scout:budget=1024", "recall-paper", "hgca-mean")
 
 
 def _hgca_quality() -> tuple[str, ...]:
@@ -159,10 +160,12 @@ AnyRun = Run | IntervalRun | LatentRun | ProfileRun
 PARTS: dict[str, list[AnyRun]] = {
     # Every policy at its largest batch and at the largest batch of full.
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
-    # One GPU of a host with 256 GiB.
-    "big64k": [Run("64k-256gib", ("full", "scout"), (65536,), batches=(2,), most=24, dram_gib=220)],
-    "budgets": [Run("contexts", ("full", "scout", "scout:budget=1024", "recall-paper", "hgca-mean"),
-                    (8192, 16384, 32768, 65536), most=48, statistics=0, trace=False)],
+    # One GPU of a host with 256 GiB. One context, so that it fits beside 22 sequences on a GPU of 80 GB.
+    "big64k": [Run("64k-256gib", ("full", "scout"), (65536,), batches=(2,), most=24, dram_gib=220, distinct=1,
+                   statistics=0, trace=False)],
+    # HBM for two sequences of 64K in both runs.
+    "budgets": [Run("contexts", BUDGETS, (8192, 16384, 32768), most=48, full_sequences=4, statistics=0, trace=False),
+                Run("64k", BUDGETS, (65536,), statistics=0, trace=False)],
     "blocks": [Run(f"blocks-{block}", ("full", "scout", "scout:budget=1024"), (32768,), most=24,
                    block_tokens=block, statistics=8, trace=False) for block in (16, 32, 64)],
     # DRAM holds 21 sequences of 32K of the whole model.
@@ -196,11 +199,12 @@ PARTS: dict[str, list[AnyRun]] = {
                   full_sequences=8, statistics=0)],
     "ablation": [Run("ablation", ("full", "scout", "scout-no-ahead", "scout-no-recall",
                                   "scout-no-ahead-no-recall"), (65536,), statistics=0)],
-    # recall-fetch-all with the whole context shows what it costs to load the whole cache to the GPU.
-    # The largest batch of each window; then batch 1; the paper's table of beta by window is a part of its own.
+    # The largest batch of each window; then batch 1, where recall-fetch-all with the whole context shows what it costs
+    # to load the whole cache to the GPU: it takes 16,384 tokens with those that are decoded. The paper's table of beta
+    # by window is a part of its own.
     "hgca": [Run("window-64k", HGCA_WINDOWS, (65536,), statistics=0, trace=False, steps=16, batches=(2,)),
              Run("batch-1", ("full", "hgca", "hgca-mean", "recall-fetch-all:budget=100%"),
-                 (4096, 16384), given_batches=True, most=1, full_sequences=4, statistics=0, trace=False)],
+                 (4096, 16128), given_batches=True, most=1, full_sequences=4, statistics=0, trace=False)],
     "hgca-quality": [Run("quality", _hgca_quality(), (2048,), quality=True, dense_layers=0,
                          more=("--budget-shares", "25", "--quality-texts", "4", "--quality-steps", "64",
                                "--passkeys", "0"))],
