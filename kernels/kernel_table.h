@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/sparse_params.h"
@@ -37,13 +38,17 @@ struct KernelTable {
   void (*silu_mul)(const SiluMulParams&, Worker);
   void (*sample)(const SampleParams&, Worker);
   void (*transfer)(const TransferParams&, Worker);
-  // Sparse attention (kernels/sparse_params.h).
+  // Sparse attention (kernels/sparse_params.h, kernels/hash_params.h).
   void (*digest)(const DigestParams&, Worker);
   void (*digest_scores)(const DigestScoresParams&, Worker);
   void (*refine_scores)(const RefineScoresParams&, Worker);
   void (*exact_scores)(const ExactScoresParams&, Worker);
   void (*partial_keys)(const PartialKeysParams&, Worker);
   void (*partial_scores)(const PartialScoresParams&, Worker);
+  void (*hash_keys)(const HashKeysParams&, Worker);
+  void (*hash_queries)(const HashQueriesParams&, Worker);
+  void (*hash_scores)(const HashScoresParams&, Worker);
+  void (*label_lookup)(const LabelLookupParams&, Worker);
   void (*top_k)(const TopKParams&, Worker);
   void (*split)(const SplitParams&, Worker);
   void (*recall_due)(const RecallDueParams&, Worker);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/sparse_params.h"
@@ -39,16 +40,21 @@ SLUICE_PLAIN_PARAMS(RefineScoresParams, 208);
 SLUICE_PLAIN_PARAMS(ExactScoresParams, 128);
 SLUICE_PLAIN_PARAMS(PartialKeysParams, 152);
 SLUICE_PLAIN_PARAMS(PartialScoresParams, 136);
-SLUICE_PLAIN_PARAMS(TopKParams, 112);
+SLUICE_PLAIN_PARAMS(TopKParams, 128);
 SLUICE_PLAIN_PARAMS(ResidencyTable, 120);
 SLUICE_PLAIN_PARAMS(SplitParams, 232);
 SLUICE_PLAIN_PARAMS(SparseCounters, 40);
 SLUICE_PLAIN_PARAMS(RecallDueParams, 104);
 SLUICE_PLAIN_PARAMS(RecallParams, 328);
-SLUICE_PLAIN_PARAMS(RetainParams, 200);
+SLUICE_PLAIN_PARAMS(RetainParams, 208);
 SLUICE_PLAIN_PARAMS(WriteThroughParams, 88);
 SLUICE_PLAIN_PARAMS(SparseAttentionParams, 160);
 SLUICE_PLAIN_PARAMS(MovingAverageParams, 208);
+SLUICE_PLAIN_PARAMS(HashKeysParams, 208);
+SLUICE_PLAIN_PARAMS(HashQueriesParams, 64);
+SLUICE_PLAIN_PARAMS(HashScoresParams, 168);
+SLUICE_PLAIN_PARAMS(LookupCounters, 16);
+SLUICE_PLAIN_PARAMS(LabelLookupParams, 112);
 SLUICE_PLAIN_PARAMS(PagedLatents, 48);
 SLUICE_PLAIN_PARAMS(PagedIndexKeys, 40);
 SLUICE_PLAIN_PARAMS(LatentAppendParams, 176);

@@ -181,8 +181,9 @@ struct PartialScoresParams {
 // Selects from a row's units 0 .. positions[r] / unit_tokens: the first `first_units`, the newest
 // `last_units`, and, among the others whose score is at least the list's largest score - margin,
 // those with the highest scores, lower units first among equals, up to k units in all, or up to
-// short_k - u / kShortKUnits if that is more and the row has u units. Forced units are counted and
-// never left out. A NaN score is -inf. The largest score is over all units, and
+// short_k - u / kShortKUnits or u / k_divisor if that is more and the row has u units. Forced units
+// are counted and never left out. A list that is not wanted selects nothing, not even forced units,
+// and its scores are not read. A NaN score is -inf. The largest score is over all units, and
 // largest - margin is a float32.
 //
 // The runners-up of a list are units that scores could have chosen and did not: the best of them,
@@ -194,16 +195,18 @@ struct TopKParams {
   int64_t score_stride;
   const int32_t* slots;
   const int32_t* positions;
-  UnitLists selected;  // capacity >= k >= first_units + last_units; capacity >= short_k
+  UnitLists selected;  // capacity >= every row's k; k >= first_units + last_units
   int32_t rows;
   int32_t kv_heads;
   int32_t unit_tokens;
   int32_t k;
   int32_t first_units;
   int32_t last_units;
-  float margin;          // +inf: no margin
-  int32_t short_k;       // 0: k does not depend on the row
-  UnitLists runners_up;  // units null: no runners-up are wanted
+  float margin;                     // +inf: no margin
+  int32_t short_k;                  // 0: no row has more for being short
+  UnitLists runners_up;             // units null: no runners-up are wanted
+  const int32_t* wanted = nullptr;  // [lists] 0: the list is not wanted; null: every list is
+  int32_t k_divisor = 0;            // 0: no row has more for being long
 };
 // Units that a row may have more for each unit that it selects fewer. It is how many digests are
 // scored in the time of one block's key codes (policies/scout/README.md), so that the scores of a
@@ -215,7 +218,14 @@ constexpr int32_t KOfRow(int32_t k, int32_t short_k, int32_t units) {
   return of_row > k ? of_row : k;
 }
 constexpr int32_t KOfRow(const TopKParams& p, int32_t units) {
-  return KOfRow(p.k, p.short_k, units);
+  const int32_t k = KOfRow(p.k, p.short_k, units);
+  const int32_t of_long = p.k_divisor > 0 ? units / p.k_divisor : 0;
+  return of_long > k ? of_long : k;
+}
+
+// Returns whether the list, which is of that row, selects anything.
+constexpr bool IsWanted(const TopKParams& p, int64_t list, int64_t row) {
+  return p.slots[row] >= 0 && (p.wanted == nullptr || p.wanted[list] != 0);
 }
 
 // Tells which units of a sequence and layer have a place in HBM. The newest `ring` units are always
@@ -309,8 +319,9 @@ struct RecallParams {
 // + 1) / unit_tokens - ring is no longer among the newest `ring` ones then, and its place in the
 // ring is the new unit's. If u >= 0 and u has no place behind the ring, it is given one by the rule
 // of Recall: a free one, else that of the unit selected longest ago, never one that was stamped
-// with positions[r], with which the new place is stamped. Its K and V are copied from its place in
-// the ring to the new one. Where no place is to be given, nothing changes.
+// with positions[r], with which the new place is stamped. With `only_free` it is given a free place
+// or none. Its K and V are copied from its place in the ring to the new one. Where no place is to
+// be given, nothing changes.
 struct RetainParams {
   ResidencyTable residency;
   const int32_t* slots;
@@ -318,6 +329,7 @@ struct RetainParams {
   PagedCache resident;  // as in RecallParams
   int32_t rows;
   int32_t unit_tokens;
+  bool only_free = false;
 };
 
 // Copies each row's K and V, as RopeAppendParams::written holds them, to their position in `home`.

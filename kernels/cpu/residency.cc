@@ -98,10 +98,10 @@ void Assign(const ResidencyTable& t, int64_t slot, int64_t head, int32_t place, 
 
 // Offers the heap every place of the list that may be given.
 void OfferPlaces(const ResidencyTable& t, int64_t slot, int64_t head, int32_t position,
-                 PlaceHeap* heap) {
+                 PlaceHeap* heap, bool only_free = false) {
   for (int32_t place = t.ring; place < t.count; ++place) {
     const int32_t* row = TableRow(t.places, slot, place, head);
-    if (row[0] == kNoPlace || (row[0] >= 0 && row[1] == position)) continue;
+    if (row[0] == kNoPlace || (row[0] >= 0 && (only_free || row[1] == position))) continue;
     heap->Offer(row[0] < 0 ? PlaceHeap::kFree : row[1], place);
   }
 }
@@ -195,7 +195,7 @@ void Retain(const RetainParams& p, Worker worker) {
     if (*TableRow(t.place_of, slot, unit, head) >= 0) continue;
     int32_t stamp = 0, place = -1;
     PlaceHeap heap(&stamp, &place, 1);
-    OfferPlaces(t, slot, head, p.positions[r], &heap);
+    OfferPlaces(t, slot, head, p.positions[r], &heap, p.only_free);
     if (heap.count() == 0) continue;
     Assign(t, slot, head, place, unit, p.positions[r]);
     const auto key = [&](int64_t at) {

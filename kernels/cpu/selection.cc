@@ -114,7 +114,7 @@ void TopKList(const TopKParams& p, int64_t list) {
   const bool asked = p.runners_up.units != nullptr;
   if (asked) p.runners_up.counts[list] = 0;
   const int64_t r = list / p.kv_heads;
-  if (p.slots[r] < 0) return;
+  if (!IsWanted(p, list, r)) return;
   const int64_t units = p.positions[r] / p.unit_tokens + 1;
   const float* scores = p.scores + list * p.score_stride;
   int32_t* selected = p.selected.units + list * p.selected.capacity;

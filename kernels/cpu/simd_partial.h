@@ -73,11 +73,10 @@ void PartialKey(const PartialKeysParams& p, int64_t slot, int64_t token) {
   }
 }
 
-template <class S>
-void PartialKeys(const PartialKeysParams& p, Worker worker) {
-  if (p.cache.head_dim % 16 != 0 || p.cache.head_dim > kMaxHeadDim || p.partial.dim > kMaxRank) {
-    KernelCheckFailed("partial_keys: head_dim a multiple of 16 up to 256, rank up to 256");
-  }
+// Calls body(slot, token) for this worker's share of the positions [first_positions[r],
+// positions[r]] of all rows.
+template <class Params, class Body>
+void ShareTokens(const Params& p, Worker worker, Body body) {
   const auto first_of = [&](int64_t r) {
     return int64_t{p.first_positions != nullptr ? p.first_positions[r] : p.positions[r]};
   };
@@ -91,11 +90,17 @@ void PartialKeys(const PartialKeysParams& p, Worker worker) {
   for (int64_t r = 0; r < p.rows && before < mine.end; ++r) {
     const int64_t tokens = tokens_of(r);
     const int64_t end = Min(mine.end - before, tokens);
-    for (int64_t t = Max(mine.begin - before, 0); t < end; ++t) {
-      PartialKey<S>(p, p.slots[r], first_of(r) + t);
-    }
+    for (int64_t t = Max(mine.begin - before, 0); t < end; ++t) body(p.slots[r], first_of(r) + t);
     before += tokens;
   }
+}
+
+template <class S>
+void PartialKeys(const PartialKeysParams& p, Worker worker) {
+  if (p.cache.head_dim % 16 != 0 || p.cache.head_dim > kMaxHeadDim || p.partial.dim > kMaxRank) {
+    KernelCheckFailed("partial_keys: head_dim a multiple of 16 up to 256, rank up to 256");
+  }
+  ShareTokens(p, worker, [&](int64_t slot, int64_t token) { PartialKey<S>(p, slot, token); });
 }
 
 // A token's score is one dot product of its partial key with the projected query.

@@ -6,6 +6,7 @@
 #include "kernels/cpu/gathered_products.h"
 #include "kernels/cpu/simd_attention.h"
 #include "kernels/cpu/simd_codes.h"
+#include "kernels/cpu/simd_hash.h"
 #include "kernels/cpu/simd_index_logits.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_mla.h"
@@ -132,6 +133,10 @@ const KernelTable& Avx2Table() {
       .exact_scores = ExactScores<Avx2>,
       .partial_keys = PartialKeys<Avx2>,
       .partial_scores = PartialScores<Avx2>,
+      .hash_keys = HashKeys<Avx2>,
+      .hash_queries = HashQueries<Avx2>,
+      .hash_scores = HashScores,
+      .label_lookup = LabelLookup<Avx2>,
       .top_k = TopK,
       .split = Split,
       .recall_due = RecallDue,

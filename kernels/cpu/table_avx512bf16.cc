@@ -10,6 +10,7 @@
 #include "kernels/cpu/mla_bf16.h"
 #include "kernels/cpu/simd_avx512.h"
 #include "kernels/cpu/simd_codes.h"
+#include "kernels/cpu/simd_hash.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
@@ -46,6 +47,10 @@ const KernelTable& Avx512Bf16Table() {
       .exact_scores = ExactScores<Avx512>,
       .partial_keys = PartialKeys<Avx512>,
       .partial_scores = PartialScores<Avx512>,
+      .hash_keys = HashKeys<Avx512>,
+      .hash_queries = HashQueries<Avx512>,
+      .hash_scores = HashScores,
+      .label_lookup = LabelLookup<Avx512>,
       .top_k = TopK,
       .split = Split,
       .recall_due = RecallDue,

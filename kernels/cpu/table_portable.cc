@@ -3,6 +3,7 @@
 #include "kernels/cpu/gathered_products.h"
 #include "kernels/cpu/simd_attention.h"
 #include "kernels/cpu/simd_codes.h"
+#include "kernels/cpu/simd_hash.h"
 #include "kernels/cpu/simd_index_logits.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_mla.h"
@@ -95,6 +96,10 @@ const KernelTable& PortableTable() {
       .exact_scores = ExactScores<Portable>,
       .partial_keys = PartialKeys<Portable>,
       .partial_scores = PartialScores<Portable>,
+      .hash_keys = HashKeys<Portable>,
+      .hash_queries = HashQueries<Portable>,
+      .hash_scores = HashScores,
+      .label_lookup = LabelLookup<Portable>,
       .top_k = TopK,
       .split = Split,
       .recall_due = RecallDue,

@@ -37,12 +37,12 @@ int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int64_t new
 // Gives `unit` the place of the table that is to be given next, stamps it with `position` and
 // returns it; -1: none is to be given.
 int32_t GivePlace(const ResidencyTable& t, int64_t slot, int64_t head, int32_t position,
-                  int32_t unit) {
+                  int32_t unit, bool only_free = false) {
   constexpr int64_t kFree = std::numeric_limits<int64_t>::min();
   std::pair<int64_t, int32_t> best = {std::numeric_limits<int64_t>::max(), -1};
   for (int32_t place = t.ring; place < t.count; ++place) {
     const int32_t* row = TableRow(t.places, slot, place, head);
-    if (row[0] == kNoPlace || (row[0] >= 0 && row[1] == position)) continue;
+    if (row[0] == kNoPlace || (row[0] >= 0 && (only_free || row[1] == position))) continue;
     best = std::min(best, {row[0] < 0 ? kFree : row[1], place});
   }
   if (best.second < 0) return -1;
@@ -71,7 +71,7 @@ void TopK(const TopKParams& p, Worker worker) {
   for (int64_t list = mine.begin; list < mine.end; ++list) {
     const int64_t r = list / p.kv_heads;
     std::set<int32_t> chosen, runners_up;
-    if (p.slots[r] >= 0) {
+    if (IsWanted(p, list, r)) {
       const int32_t units = p.positions[r] / p.unit_tokens + 1;
       std::vector<std::pair<float, int32_t>> others;  // {-score, unit}
       float largest = kNegativeInfinity;
@@ -208,7 +208,7 @@ void Retain(const RetainParams& p, Worker worker) {
     const int32_t next = p.positions[r] + 1, unit = next / p.unit_tokens - t.ring;
     if (slot < 0 || next % p.unit_tokens != 0 || unit < 0) continue;
     if (*TableRow(t.place_of, slot, unit, head) >= 0) continue;
-    const int32_t place = GivePlace(t, slot, head, p.positions[r], unit);
+    const int32_t place = GivePlace(t, slot, head, p.positions[r], unit, p.only_free);
     if (place < 0) continue;
     for (int64_t i = 0; i < p.unit_tokens; ++i) {
       const int64_t from = KeyIndex(c, slot, unit % t.ring * p.unit_tokens + i, head);

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/sparse_params.h"
@@ -87,7 +88,7 @@ class KernelSet {
   virtual void Sample(Stream& stream, const kernels::SampleParams& params) = 0;
   virtual void Transfer(Stream& stream, const kernels::TransferParams& params) = 0;
 
-  // Sparse attention (kernels/sparse_params.h).
+  // Sparse attention (kernels/sparse_params.h, kernels/hash_params.h).
   //
   // Returns how many places of a ResidencyTable, beside the ring, Recall takes.
   virtual int32_t MaxRecallPlaces() const { return std::numeric_limits<int32_t>::max(); }
@@ -97,6 +98,10 @@ class KernelSet {
   virtual void ExactScores(Stream& stream, const kernels::ExactScoresParams& params) = 0;
   virtual void PartialKeys(Stream& stream, const kernels::PartialKeysParams& params) = 0;
   virtual void PartialScores(Stream& stream, const kernels::PartialScoresParams& params) = 0;
+  virtual void HashKeys(Stream& stream, const kernels::HashKeysParams& params) = 0;
+  virtual void HashQueries(Stream& stream, const kernels::HashQueriesParams& params) = 0;
+  virtual void HashScores(Stream& stream, const kernels::HashScoresParams& params) = 0;
+  virtual void LabelLookup(Stream& stream, const kernels::LabelLookupParams& params) = 0;
   virtual void TopK(Stream& stream, const kernels::TopKParams& params) = 0;
   virtual void Split(Stream& stream, const kernels::SplitParams& params) = 0;
   virtual void RecallDue(Stream& stream, const kernels::RecallDueParams& params) = 0;

@@ -72,6 +72,10 @@ class NoKernels : public KernelSet {
   void ExactScores(Stream&, const kernels::ExactScoresParams&) override {}
   void PartialKeys(Stream&, const kernels::PartialKeysParams&) override {}
   void PartialScores(Stream&, const kernels::PartialScoresParams&) override {}
+  void HashKeys(Stream&, const kernels::HashKeysParams&) override {}
+  void HashQueries(Stream&, const kernels::HashQueriesParams&) override {}
+  void HashScores(Stream&, const kernels::HashScoresParams&) override {}
+  void LabelLookup(Stream&, const kernels::LabelLookupParams&) override {}
   void TopK(Stream&, const kernels::TopKParams&) override {}
   void Split(Stream&, const kernels::SplitParams&) override {}
   void RecallDue(Stream&, const kernels::RecallDueParams&) override {}

@@ -76,10 +76,12 @@ struct State {
     p.resident = cache.view;
     p.rows = static_cast<int32_t>(slots.size());
     p.unit_tokens = kBlockTokens / per_block;
+    p.only_free = only_free;
     return p;
   }
 
   Random random;
+  bool only_free = false;
   int32_t per_block, ring, count;
   TestCache<T> cache;
   TestRows<int32_t> place_of, places;
@@ -102,6 +104,7 @@ void TestCase(const KernelTable& table, const RetainCase& c, Random& random) {
   const Guarded<int32_t> slots = BufferOf(rows), positions = BufferOf(of_row);
   const uint64_t seed = random();
   State<T> got(c, of_slot, seed), want(c, of_slot, seed);
+  got.only_free = want.only_free = random() % 2 == 0;
   RunThreads(table.retain, got.Params(slots, positions), 3);
   RunWorkers(Reference().retain, want.Params(slots, positions), 1);
   CHECK(got.place_of.data.Damage() + got.places.data.Damage() + got.cache.data.Damage() == "");
@@ -137,6 +140,10 @@ TEST_CASE("what leaves the ring is found behind it, and takes the place used lon
   const KernelTable& table = *FindKernelTable("portable");
   RunWorkers(table.retain, state.Params(slots, inside), 1);
   CHECK(*state.place_of.Row(0, 1, 0) == 3);  // nothing has left the ring yet
+  state.only_free = true;
+  RunWorkers(table.retain, state.Params(slots, at_end), 1);
+  CHECK(*state.place_of.Row(0, 1, 0) == 3);  // no place is free
+  state.only_free = false;
   RunWorkers(table.retain, state.Params(slots, at_end), 1);
   CHECK(*state.place_of.Row(0, 4, 0) == 3);
   CHECK(*state.place_of.Row(0, 1, 0) == -1);

@@ -13,9 +13,15 @@ struct TopKOptions {
   int32_t last_units = 0;
   float margin = kInfinity;
   int32_t short_k = 0;
+  int32_t k_divisor = 0;
   int32_t unit_tokens = 1;
   int32_t kv_heads = 1;
 };
+
+// Returns the maximum number of units that a row of up to `units` units selects.
+int32_t CapacityFor(const TopKOptions& o, int32_t units) {
+  return std::max({o.k, o.short_k, o.k_divisor > 0 ? units / o.k_divisor : 0});
+}
 
 // Returns the selection of one row of one head with these scores.
 std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<float> scores,
@@ -24,7 +30,7 @@ std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<
   const auto positions =
       BufferOf<int32_t>({static_cast<int32_t>(scores.size()) * o.unit_tokens - 1});
   const auto values = BufferOf<float>(scores);
-  TestLists selected(1, std::max(o.k, o.short_k));
+  TestLists selected(1, CapacityFor(o, static_cast<int32_t>(scores.size())));
   RunWorkers(table.top_k,
              TopKParams{values.data(),
                         static_cast<int64_t>(scores.size()),
@@ -39,7 +45,9 @@ std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<
                         o.last_units,
                         o.margin,
                         o.short_k,
-                        {}},
+                        {},
+                        nullptr,
+                        o.k_divisor},
              1);
   CHECK(selected.Damage() == "");
   return selected.List(0);
@@ -80,6 +88,9 @@ void TestTopKByHand(const KernelTable& table, Random&) {
   CHECK(of({10, 5, 6, 7, 4}, {.k = 4, .last_units = 1, .margin = 0}) == Units{0, 4});
   CHECK(of({10, 9, 9, 9, 8}, {.k = 3, .margin = 1}) == Units{0, 1, 2});
   CHECK(of({kNan, 5, 6}, {.k = 3, .margin = 100}) == Units{1, 2});
+  // A row of 6 units selects a third of them, if that is more than k.
+  CHECK(of({1, 5, 3, 4, 2, 0}, {.k = 1, .k_divisor = 3}) == Units{1, 3});
+  CHECK(of({1, 5, 3, 4, 2, 0}, {.k = 3, .k_divisor = 3}) == Units{1, 2, 3});
   // A row of 5 units selects short_k of them, and one of 16 units one fewer.
   CHECK(of({1, 5, 3, 4, 2}, {.k = 1, .short_k = 3}) == Units{1, 2, 3});
   CHECK(of({1, 5, 3, 4, 2}, {.k = 2, .short_k = 1}) == Units{1, 3});
@@ -111,12 +122,16 @@ float AnyScore(int kind, Random& random) {
 }
 
 struct TopKInput {
-  TopKInput(const TopKOptions& options, int32_t units, Random& random)
+  TopKInput(const TopKOptions& options, int32_t most_units, Random& random)
       : o(options),
+        units(most_units),
         score_stride(units + static_cast<int32_t>(random() % 3)),
         slots(BufferOf<int32_t>({1, -1, 0, 5, 2})),
         positions(5),
+        wanted(int64_t{5} * o.kv_heads),
+        some(random() % 3 == 0),
         scores(5 * o.kv_heads * score_stride) {
+    for (int32_t& one : wanted) one = static_cast<int32_t>(random() % 2);
     const int32_t last = units * o.unit_tokens - 1;
     for (int32_t& position : positions) {
       position = static_cast<int32_t>(random() % static_cast<uint64_t>(last + 1));
@@ -127,18 +142,29 @@ struct TopKInput {
   }
 
   TopKParams Params(const UnitLists& selected) const {
-    return {scores.data(), score_stride,
-            slots.data(),  positions.data(),
-            selected,      5,
-            o.kv_heads,    o.unit_tokens,
-            o.k,           o.first_units,
-            o.last_units,  o.margin,
-            o.short_k,     {}};
+    return {scores.data(),
+            score_stride,
+            slots.data(),
+            positions.data(),
+            selected,
+            5,
+            o.kv_heads,
+            o.unit_tokens,
+            o.k,
+            o.first_units,
+            o.last_units,
+            o.margin,
+            o.short_k,
+            {},
+            some ? wanted.data() : nullptr,
+            o.k_divisor};
   }
 
   const TopKOptions o;
+  const int32_t units;
   const int64_t score_stride;
-  Guarded<int32_t> slots, positions;
+  Guarded<int32_t> slots, positions, wanted;
+  const bool some;  // not every list is wanted
   Guarded<float> scores;
 };
 
@@ -148,7 +174,7 @@ std::vector<int32_t> Rest(const TopKParams& p, int64_t list, const std::vector<i
   const float* const scores = p.scores + list * p.score_stride;
   std::vector<std::pair<float, int32_t>> order;
   float largest = -kInfinity;
-  const int32_t units = p.slots[r] < 0 ? 0 : p.positions[r] / p.unit_tokens + 1;
+  const int32_t units = !IsWanted(p, list, r) ? 0 : p.positions[r] / p.unit_tokens + 1;
   for (int32_t u = 0; u < units; ++u) {
     const float score = std::isnan(scores[u]) ? -kInfinity : scores[u];
     largest = std::max(largest, score);
@@ -169,7 +195,7 @@ void CheckRunnersUp(const KernelTable& table, const TopKInput& in, const TestLis
                     int workers, Random& random) {
   const int64_t lists = 5 * int64_t{in.o.kv_heads};
   const auto room = static_cast<int32_t>(1 + random() % static_cast<uint64_t>(in.o.k));
-  TestLists got(lists, std::max(in.o.k, in.o.short_k)), up(lists, room);
+  TestLists got(lists, CapacityFor(in.o, in.units)), up(lists, room);
   TopKParams p = in.Params(got.view);
   p.runners_up = up.view;
   RunThreads(table.top_k, p, workers);
@@ -197,7 +223,7 @@ void CheckTopK(const KernelTable& table, const TopKOptions& o, int32_t units, Ra
             << ", margin " << o.margin << ", units of " << o.unit_tokens);
   const TopKInput in(o, units, random);
   const int64_t lists = 5 * int64_t{o.kv_heads};
-  const int32_t capacity = std::max(o.k, o.short_k) + static_cast<int32_t>(random() % 4);
+  const int32_t capacity = CapacityFor(o, units) + static_cast<int32_t>(random() % 4);
   TestLists want(lists, capacity);
   RunWorkers(Reference().top_k, in.Params(want.view), 1);
   for (int workers : {1, 4}) {
@@ -207,7 +233,7 @@ void CheckTopK(const KernelTable& table, const TopKOptions& o, int32_t units, Ra
     for (int64_t list = 0; list < lists; ++list) {
       INFO("list " << list);
       REQUIRE(got.List(list) == want.List(list));
-      if (in.slots[list / o.kv_heads] < 0) REQUIRE(got.counts[list] == 0);
+      if (!IsWanted(in.Params(got.view), list, list / o.kv_heads)) REQUIRE(got.counts[list] == 0);
     }
     CheckRunnersUp(table, in, want, workers, random);
   }
@@ -225,6 +251,7 @@ void TestTopK(const KernelTable& table, Random& random) {
     o.unit_tokens = sizes[random() % 4];
     o.kv_heads = 1 + static_cast<int32_t>(random() % 3);
     if (random() % 3 == 0) o.short_k = static_cast<int32_t>(random() % 100);
+    if (random() % 3 == 0) o.k_divisor = static_cast<int32_t>(1 + random() % 12);
     CheckTopK(table, o, 1 + static_cast<int32_t>(random() % 130), random);
   }
   // Tokens of a long context.
@@ -233,6 +260,8 @@ void TestTopK(const KernelTable& table, Random& random) {
   for (int32_t units : {4097, 6000, 9000, 16384, 20001}) {
     CheckTopK(table, {.k = 2048}, units, random);
     CheckTopK(table, {.k = 500, .short_k = 1200}, units, random);
+    CheckTopK(table, {.k = 500, .first_units = 4, .last_units = 64, .k_divisor = 10}, units,
+              random);
     CheckTopK(table, {.k = 1000, .first_units = 1, .last_units = 2, .margin = 2.5f}, units, random);
   }
 }

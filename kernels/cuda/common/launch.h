@@ -8,6 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/sparse_params.h"
@@ -53,14 +54,18 @@ cudaError_t LaunchSample(const SampleParams& params, cudaStream_t stream);
 cudaError_t LaunchTransfer(const TransferParams& params, cudaStream_t stream);
 cudaError_t LaunchCopyRows(const CopyRowsParams& params, cudaStream_t stream);
 
-// Sparse attention (kernels/sparse_params.h). The home (host KV cache) is pinned memory, read and
-// written over the link; everything else lies in HBM.
+// Sparse attention (kernels/sparse_params.h, kernels/hash_params.h). The home (host KV cache) is
+// pinned memory, read and written over the link; everything else lies in HBM.
 cudaError_t LaunchDigest(const DigestParams& params, cudaStream_t stream);
 cudaError_t LaunchDigestScores(const DigestScoresParams& params, cudaStream_t stream);
 cudaError_t LaunchRefineScores(const RefineScoresParams& params, cudaStream_t stream);
 cudaError_t LaunchExactScores(const ExactScoresParams& params, cudaStream_t stream);
 cudaError_t LaunchPartialKeys(const PartialKeysParams& params, cudaStream_t stream);
 cudaError_t LaunchPartialScores(const PartialScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchHashKeys(const HashKeysParams& params, cudaStream_t stream);
+cudaError_t LaunchHashQueries(const HashQueriesParams& params, cudaStream_t stream);
+cudaError_t LaunchHashScores(const HashScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchLabelLookup(const LabelLookupParams& params, cudaStream_t stream);
 cudaError_t LaunchTopK(const TopKParams& params, cudaStream_t stream);
 cudaError_t LaunchSplit(const SplitParams& params, cudaStream_t stream);
 cudaError_t LaunchRecallDue(const RecallDueParams& params, cudaStream_t stream);

@@ -30,7 +30,7 @@ __device__ __forceinline__ void RetainList(const RetainParams& p, int list, int 
   for (int place = t.ring + thread; place < t.count; place += threads) {
     const int32_t* const row = t.places.At(place);
     const int has = row[0], stamp = row[1];
-    if (has == kNoPlace || (has >= 0 && stamp == t.position)) continue;
+    if (has == kNoPlace || (has >= 0 && (p.only_free || stamp == t.position))) continue;
     mine = min(mine, PlaceOrder(has, stamp, place));
   }
   for (int step = 16; step > 0; step /= 2) {

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(threads) TopKKernel(const __grid_constant__ To
   }
   WaitForPriorKernels();
   LetNextKernelStart();
-  if (p.slots[row] < 0) {
+  if (!IsWanted(p, list, row)) {
     if (threadIdx.x == 0) p.selected.counts[list] = 0;
     return;
   }

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   WaitForPriorKernels();
   LetNextKernelStart();
-  if (p.slots[row] < 0) {
+  if (!IsWanted(p, list, row)) {
     if (thread == 0 && rank == 0) {
       p.selected.counts[list] = 0;
       if (p.runners_up.units != nullptr) p.runners_up.counts[list] = 0;

@@ -111,6 +111,18 @@ class CpuKernelSet : public KernelSet {
   void PartialScores(Stream& s, const kernels::PartialScoresParams& p) override {
     Launch(s, "partial_scores", table_.partial_scores, p, kAnyLength);
   }
+  void HashKeys(Stream& s, const kernels::HashKeysParams& p) override {
+    Launch(s, "hash_keys", table_.hash_keys, p, kAnyLength);
+  }
+  void HashQueries(Stream& s, const kernels::HashQueriesParams& p) override {
+    Launch(s, "hash_queries", table_.hash_queries, p, kAnyLength);
+  }
+  void HashScores(Stream& s, const kernels::HashScoresParams& p) override {
+    Launch(s, "hash_scores", table_.hash_scores, p, kAnyLength);
+  }
+  void LabelLookup(Stream& s, const kernels::LabelLookupParams& p) override {
+    Launch(s, "label_lookup", table_.label_lookup, p, kAnyLength);
+  }
   void TopK(Stream& s, const kernels::TopKParams& p) override {
     Launch(s, "top_k", table_.top_k, p, kAnyLength);
   }

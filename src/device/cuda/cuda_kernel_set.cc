@@ -107,6 +107,18 @@ class CudaKernelSet : public KernelSet {
   void PartialScores(Stream& s, const kernels::PartialScoresParams& p) override {
     Launch(s, cuda::LaunchPartialScores, p, "scores of partial keys");
   }
+  void HashKeys(Stream& s, const kernels::HashKeysParams& p) override {
+    Launch(s, cuda::LaunchHashKeys, p, "codes of keys");
+  }
+  void HashQueries(Stream& s, const kernels::HashQueriesParams& p) override {
+    Launch(s, cuda::LaunchHashQueries, p, "codes of queries");
+  }
+  void HashScores(Stream& s, const kernels::HashScoresParams& p) override {
+    Launch(s, cuda::LaunchHashScores, p, "scores of codes");
+  }
+  void LabelLookup(Stream& s, const kernels::LabelLookupParams& p) override {
+    Launch(s, cuda::LaunchLabelLookup, p, "a lookup of labels");
+  }
   void TopK(Stream& s, const kernels::TopKParams& p) override {
     Launch(s, cuda::LaunchTopK, p, "top-k");
   }

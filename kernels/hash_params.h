@@ -1,0 +1,112 @@
+// This file declares the contracts of CLO's operators (kernels/sparse_params.h has its words):
+// hash codes that stand for keys and queries in scores (HATA), and the lookup of what a KV head
+// selected earlier.
+//
+// A *code* is a bit for each column of a hash matrix: bit b of a vector x is 1 where sum_d x_d *
+// hash[d][b] is above 0, summed in float32, and is bit b % 32 of word b / 32. Codes have
+// 32 * words bits, at most kMaxHashBits.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/params.h"
+#include "kernels/sparse_params.h"
+
+namespace sluice::kernels {
+
+inline constexpr int32_t kMaxHashBits = 256;
+
+// Computes codes and lengths (the square root of the sum of squares) of keys, for every position in
+// [first_positions[r], positions[r]]. A row of `codes` and one of `lengths` describe one token.
+struct HashKeysParams {
+  PagedCache cache;                // may be a ring, as in DigestParams
+  const float* hash;               // [kv_heads][head_dim][32 * codes.dim]
+  PagedRows codes;                 // int32, dim = words of a code
+  PagedRows lengths;               // dim 1
+  const int32_t* slots;            // [rows]
+  const int32_t* first_positions;  // [rows]; null: positions
+  const int32_t* positions;        // [rows]
+  int32_t rows;
+};
+
+// Computes the codes of queries, each with the hash matrix of its KV head.
+struct HashQueriesParams {
+  const float* q;  // [rows][q_stride], heads * head_dim used, after RoPE
+  int64_t q_stride;
+  const int32_t* slots;
+  const float* hash;  // as in HashKeysParams
+  int32_t* codes;     // [rows][heads][words]
+  int32_t rows;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t words;
+};
+
+// Computes scores[l][t] = (group * bits - 2 * differing) * lengths[t] for t < positions[r], where
+// `differing` is the number of bits in which the codes of the group's queries differ from the code
+// of key t, summed over the group. The factor is exact, and the product is one float32 rounding.
+// (HATA's score is that over the number of bits, which does not change an order.)
+// scores[l][positions[r]] is -inf, and that row of `codes` is not read: a layer's newest key is not
+// known yet when its queries are predicted. Of a list that is not wanted nothing is written.
+struct HashScoresParams {
+  const int32_t* q_codes;  // [rows][heads][codes.dim]
+  const int32_t* wanted;   // [lists] 0: the list is not wanted; null: every list is
+  const int32_t* slots;
+  const int32_t* positions;
+  PagedRows codes;
+  PagedRows lengths;
+  float* scores;         // [lists][score_stride]
+  int64_t score_stride;  // > the largest position
+  int32_t rows;
+  int32_t heads;
+};
+
+// The rule by which the similarities of a group's query heads become one of their KV head.
+enum class SimilarityRule : int32_t {
+  // sum(w) / sum(w / similarity) over the group's heads, with their importance as w (CLO, equation
+  // 10). 1 where all importance is 0; else 0 where a head that counts has a similarity of 0 or
+  // less.
+  kHarmonic = 0,
+  kMin = 1,
+  kMean = 2,
+};
+
+// How often a slot's heads in a layer were looked up, and how often they missed.
+struct LookupCounters {
+  int64_t lookups;
+  int64_t misses;
+};
+
+// Decides for each list whether its KV head may use what it selected earlier. A head's *label* are
+// the queries for which it selected. A list misses where the head has no label, where a query or
+// its label has a length of 0 or not a finite one, where the similarity of the queries with the
+// label (cosines, by `rule`) is below the head's threshold, or where the label is
+// refresh_tokens + position / refresh_divisor positions old. The label of a list that misses
+// becomes the row's queries.
+struct LabelLookupParams {
+  const float* q;  // [rows][q_stride], heads * head_dim used
+  int64_t q_stride;
+  const int32_t* slots;
+  const int32_t* positions;
+  const float* importance;   // [heads], 0 or more
+  const float* thresholds;   // [kv_heads]
+  float* labels;             // [slots][heads][head_dim]
+  int32_t* labelled;         // [slots][kv_heads] position of the label's row; -1: there is none
+  int32_t* missed;           // [lists] 1 or 0; 0 for padded rows
+  LookupCounters* counters;  // [slots]; null: nothing is counted
+  int32_t rows;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t refresh_tokens;   // 0 with a divisor of 0: labels do not age
+  int32_t refresh_divisor;  // 0: the age does not depend on the position
+  SimilarityRule rule;
+};
+
+// Returns the age from which on a label is renewed; 0: never.
+constexpr int32_t LabelAge(const LabelLookupParams& p, int32_t position) {
+  return p.refresh_tokens + (p.refresh_divisor > 0 ? position / p.refresh_divisor : 0);
+}
+
+}  // namespace sluice::kernels
