@@ -72,15 +72,10 @@ enum class SimilarityRule : int32_t {
   kMean = 2,
 };
 
-// How often a slot's heads in a layer were looked up, and how often they missed.
-struct LookupCounters {
-  int64_t lookups;
-  int64_t misses;
-};
-
 // Decides for each list whether its KV head may use what it selected earlier. A head's *label* are
-// the queries for which it selected. A list misses where the head has no label, where a query or
-// its label has a length of 0 or not a finite one, where the similarity of the queries with the
+// the queries for which it selected. A list misses where the head has no label of an earlier
+// position (a row that is computed again selects again), where a query or its label has a length of
+// 0 or not a finite one, where the similarity of the queries with the
 // label (cosines, by `rule`) is below the head's threshold, or where the label is
 // refresh_tokens + position / refresh_divisor positions old. The label of a list that misses
 // becomes the row's queries.
@@ -94,7 +89,7 @@ struct LabelLookupParams {
   float* labels;             // [slots][heads][head_dim]
   int32_t* labelled;         // [slots][kv_heads] position of the label's row; -1: there is none
   int32_t* missed;           // [lists] 1 or 0; 0 for padded rows
-  LookupCounters* counters;  // [slots]; null: nothing is counted
+  SparseCounters* counters;  // [slots]; null: nothing is counted
   int32_t rows;
   int32_t heads;
   int32_t kv_heads;

@@ -268,13 +268,15 @@ struct SparseCounters {
   int64_t missing;   // tokens x KV heads that were selected and had no place
   int64_t recalled;  // tokens x KV heads that were given a place
   int64_t recalls;   // steps in which a recall was due
+  int64_t lookups;   // labels that were looked up (kernels/hash_params.h)
+  int64_t misses;    // lookups that missed
 };
 
 // Decides whether a row's missing units are recalled in this step. With interval > 0 they are
 // recalled in every interval-th step of the sequence. Else they are recalled once their share,
 // missing / (kv_heads * budget_units), would pass `share_limit` in the next step if it went on
 // growing in proportion to the steps since the last recall: once share * (since + 2) / (since + 1)
-// > share_limit, in float64. Adds to all counters except recalled and recalls, in whole units.
+// > share_limit, in float64. Adds to the counters steps, selected and missing, in whole units.
 struct RecallDueParams {
   const int32_t* slots;
   UnitLists selected;

@@ -160,7 +160,8 @@ void LabelLookup(const LabelLookupParams& p, Worker worker) {
       float* label = p.labels + (slot * p.kv_heads + h) * group * dim;
       int32_t& labelled = p.labelled[slot * p.kv_heads + h];
       const int32_t age = LabelAge(p, p.positions[r]);
-      bool hit = labelled >= 0 && (age == 0 || p.positions[r] - labelled < age);
+      bool hit = labelled >= 0 && labelled < p.positions[r] &&
+                 (age == 0 || p.positions[r] - labelled < age);
       if (hit) {
         GroupSimilarity similarity;
         for (int64_t i = 0; i < group; ++i) {

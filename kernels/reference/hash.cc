@@ -136,7 +136,8 @@ void LabelLookup(const LabelLookupParams& p, Worker worker) {
       int32_t& labelled = p.labelled[slot * p.kv_heads + h];
       const int32_t age = LabelAge(p, p.positions[r]);
       // A similarity of NaN is not at least the threshold.
-      const bool hit = labelled >= 0 && (age == 0 || p.positions[r] - labelled < age) &&
+      const bool hit = labelled >= 0 && labelled < p.positions[r] &&
+                       (age == 0 || p.positions[r] - labelled < age) &&
                        GroupSimilarity(p, q, label, h * group, group) >= double{p.thresholds[h]};
       if (!hit) {
         p.missed[list] = 1;

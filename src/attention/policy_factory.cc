@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "src/attention/latent/latent_views.h"
+#include "src/attention/policies/clo/clo_policy.h"
 #include "src/attention/policies/ess/ess_policy.h"
 #include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policies/full/full_policy.h"
@@ -44,6 +45,7 @@ struct Known {
 };
 
 constexpr Known kPolicies[] = {
+    {"clo", NewCloPolicy, Caches::kKeysAndValues, true, nullptr},
     {"ess", NewEssPolicy, Caches::kIndexedLatents, true, EssTierShapesOf},
     {"full", NewFull, Caches::kAny, false, nullptr},
     {"hgca", NewHgca, Caches::kKeysAndValues, true, nullptr},

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "kernels/hash_params.h"
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
 #include "src/attention/miss_profile.h"
@@ -96,6 +97,23 @@ struct PolicyOptions {
     // of the pairs that RoPE turns slowest (policies/recall/projection.h).
     std::vector<float> projection;
   } recall;
+
+  struct Clo {
+    // A row of n tokens selects n / budget_divisor of them where that is more than budget_tokens;
+    // 0: budget_tokens always.
+    int budget_divisor = 10;
+    // Eta: the cosine of a head's queries with those for which it selected, from which on it keeps
+    // what it selected.
+    float similarity = 0.8f;
+    kernels::SimilarityRule rule = kernels::SimilarityRule::kHarmonic;
+    // False, for benches: a head that never misses never selects what left the ring, as published.
+    bool refresh = true;
+    // False, for benches: queries are predicted from the input of the layer before alone, as
+    // published.
+    bool drift = true;
+    int hash_bits = 256;
+    uint64_t seed = 1;  // of the random hash matrices
+  } clo;
 
   struct Hgca {
     int window_tokens = 512;  // blk_num * blk_size

@@ -21,6 +21,8 @@ struct PolicyStatistics {
     int64_t missing = 0;
     int64_t recalled = 0;  // tokens x KV heads that were given a slot in HBM
     int64_t recalls = 0;   // decode rows with a recall
+    int64_t lookups = 0;  // KV heads of decode rows that asked whether an earlier selection will do
+    int64_t misses = 0;   // those for which it did not
     // bytes of K and V of decode rows over the link: recalled or fetched, and written through;
     // warm-up is not counted
     int64_t link_bytes = 0;
@@ -47,6 +49,8 @@ struct PolicyStatistics {
       out.layers[i].missing -= before.layers[i].missing;
       out.layers[i].recalled -= before.layers[i].recalled;
       out.layers[i].recalls -= before.layers[i].recalls;
+      out.layers[i].lookups -= before.layers[i].lookups;
+      out.layers[i].misses -= before.layers[i].misses;
       out.layers[i].link_bytes -= before.layers[i].link_bytes;
     }
     return out;

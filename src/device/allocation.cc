@@ -1,11 +1,28 @@
 #include "src/device/allocation.h"
 
+#include <cstring>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
+
+absl::StatusOr<Buffer> Uploaded(Device* device, absl::Span<const float> values,
+                                const std::string& purpose) {
+  const size_t bytes = values.size() * sizeof(float);
+  SLUICE_ASSIGN_OR_RETURN(Buffer target, device->Allocate(MemoryKind::kDevice, bytes, purpose));
+  SLUICE_ASSIGN_OR_RETURN(Buffer staged, device->Allocate(MemoryKind::kPinned, bytes, purpose));
+  std::memcpy(staged.data(), values.data(), bytes);
+  const std::unique_ptr<Stream> stream = device->NewStream(Device::StreamKind::kCopy);
+  const std::unique_ptr<Event> done = device->NewEvent();
+  stream->Copy(target.data(), staged.data(), bytes);
+  stream->Record(*done);
+  done->Wait();
+  SLUICE_RETURN_IF_ERROR(device->Health());
+  return target;
+}
 
 BufferAllocator::BufferAllocator(Device* device, std::string purpose)
     : device_(device), purpose_(std::move(purpose)) {}

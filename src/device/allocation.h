@@ -5,6 +5,8 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "src/device/device.h"
 
 namespace sluice {
@@ -13,6 +15,11 @@ namespace sluice {
 struct MirroredBuffer {
   Buffer device, host;
 };
+
+// Returns a buffer in the device's memory that holds `values`. An error names the purpose, which
+// says what they are.
+absl::StatusOr<Buffer> Uploaded(Device* device, absl::Span<const float> values,
+                                const std::string& purpose);
 
 // Allocates buffers on one device. Sizes are counts of elements; a negative size, or one that does
 // not fit 63 bits, is RESOURCE_EXHAUSTED like a size that the device does not have. Every error

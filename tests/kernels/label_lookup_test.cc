@@ -19,7 +19,7 @@ struct Labels {
         counters(of_slots) {
     for (float& weight : importance) weight = 1;
     for (float& threshold : thresholds) threshold = 0.8f;
-    for (LookupCounters& counter : counters) counter = {};
+    for (SparseCounters& counter : counters) counter = {};
   }
 
   LabelLookupParams Params(const Guarded<float>& q, const Guarded<int32_t>& slots,
@@ -51,7 +51,7 @@ struct Labels {
   Guarded<float> labels;
   Guarded<int32_t> labelled;  // -1: no labels
   Guarded<float> importance, thresholds;
-  Guarded<LookupCounters> counters;
+  Guarded<SparseCounters> counters;
 };
 
 // One slot, one KV head with two query heads of 16 elements, of which two are used: each query is
@@ -105,7 +105,8 @@ void TestByHand(const KernelTable& table, Random&) {
   CHECK_FALSE(misses(0.7f, 1));
   CHECK(misses(0.6f, 1));
   CHECK(state.labelled[0] == 100);
-  CHECK_FALSE(group.Misses(0.6f, 1));  // it is the label now
+  CHECK(group.Misses(0.6f, 1));             // a row that is computed again
+  CHECK_FALSE(group.Misses(0.6f, 1, 101));  // it is the label now
   // With weights 1 and 3, cosines 0.5 and 1: 4 / (2 + 3) = 0.8.
   state.importance[1] = 3;
   state.thresholds[0] = 0.799f;

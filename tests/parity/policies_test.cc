@@ -59,7 +59,7 @@ PolicyOptions Covering(const std::string& name) {
 // score, a margin or a prediction says, a row attends to everything.
 std::vector<Case> FittingCases() {
   std::vector<Case> cases;
-  for (const char* name : {"scout", "recall", "hgca"}) {
+  for (const char* name : {"scout", "recall", "hgca", "clo"}) {
     Case c{std::string(name) + " as it is, fitting", Covering(name)};
     c.policy.dense_layers = 0;
     c.policy.workers = 2;

@@ -122,14 +122,14 @@ TEST_CASE("SmolLM2 gives transformers' log-probabilities with float32 caches") {
 
 TEST_CASE("SmolLM2 gives transformers' log-probabilities under every policy while it fits") {
   const bool avx2 = kernels::FindKernelTable("avx2") != nullptr;
-  for (const char* policy : {"scout", "recall", "hgca"}) {
+  for (const char* policy : {"scout", "recall", "hgca", "clo"}) {
     INFO(policy);
     CheckPath(avx2 ? "avx2" : "portable", DType::kFloat32, kExact, policy);
   }
 }
 TEST_CASE("SmolLM2 gives transformers' tokens under every policy while it fits, on a GPU",
           "[cuda]") {
-  for (const char* policy : {"scout", "recall", "hgca"}) {
+  for (const char* policy : {"scout", "recall", "hgca", "clo"}) {
     INFO(policy);
     CheckPath("cuda", DType::kBFloat16, kCuda, policy);
   }

@@ -13,7 +13,7 @@ from sluice_client import plot_latent
 from sluice_client.errors import ToolError
 
 # Policies in the order of the table. A policy has the same colour in every plot.
-_ORDER = ["full", "scout", "recall", "recall-paper", "recall-fetch-all", "hgca", "hgca-mean", "oracle", "ends",
+_ORDER = ["full", "scout", "recall", "recall-paper", "recall-fetch-all", "clo", "hgca", "hgca-mean", "oracle", "ends",
           "random"]
 _KERNELS = 12  # operators of a trace that are drawn, the longest first; the others are one piece
 

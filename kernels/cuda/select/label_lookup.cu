@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (thread == 0) {
     const int position = p.positions[row], age = LabelAge(p, position);
-    hit = *labelled >= 0 && (age == 0 || position - *labelled < age);
+    hit = *labelled >= 0 && *labelled < position && (age == 0 || position - *labelled < age);
     if (hit) {
       GroupSimilarity similarity;
       for (int i = 0; i < group; ++i) {
@@ -66,9 +66,11 @@ __global__ void __launch_bounds__(kThreads)
     p.missed[list] = hit ? 0 : 1;
     if (!hit) *labelled = position;
     if (p.counters != nullptr) {
-      auto* const counters = reinterpret_cast<unsigned long long*>(p.counters + slot);
-      atomicAdd(counters, 1ull);
-      if (!hit) atomicAdd(counters + 1, 1ull);
+      const auto count = [](int64_t* counter) {
+        atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull);
+      };
+      count(&p.counters[slot].lookups);
+      if (!hit) count(&p.counters[slot].misses);
     }
   }
   __syncthreads();

@@ -61,6 +61,9 @@ absl::StatusOr<OffloadPages> OffloadPages::Of(const OffloadTierOptions& options)
   if (options.recall_blocks < 0) {
     return OutOfRange("recall_blocks", "0 or more", options.recall_blocks);
   }
+  if (options.recall_divisor < 0) {
+    return OutOfRange("recall_divisor", "0 or more", options.recall_divisor);
+  }
   if (options.unit_tokens != 1 && options.unit_tokens != block_tokens) {
     return OutOfRange("unit_tokens", absl::StrCat("1 or a block's ", block_tokens),
                       options.unit_tokens);
@@ -68,8 +71,9 @@ absl::StatusOr<OffloadPages> OffloadPages::Of(const OffloadTierOptions& options)
   pages.units_per_block = block_tokens / options.unit_tokens;
   pages.most_blocks = pages.kind.BlocksFor(options.max_context);
   pages.ring_blocks = options.ring_blocks;
-  pages.place_blocks =
-      std::min<int64_t>(options.ring_blocks + options.recall_blocks, pages.most_blocks);
+  pages.recall_blocks = options.recall_blocks;
+  pages.recall_divisor = options.recall_divisor;
+  pages.place_blocks = pages.PlaceBlocksOf(options.max_context);
   for (const OffloadArray& array : options.arrays) {
     pages.array_by_token.push_back(array.tokens_per_row > 0);
     ArrayPages& group = array.tokens_per_row > 0 ? pages.by_token : pages.by_place;
@@ -92,7 +96,8 @@ OffloadPages::ArrayAt OffloadPages::Array(size_t index) const {
 }
 
 int64_t OffloadPages::PlaceBlocksOf(int64_t total) const {
-  return std::min(place_blocks, kind.BlocksFor(total));
+  const int64_t of_long = recall_divisor > 0 ? kind.BlocksFor(total / recall_divisor) : 0;
+  return std::min(ring_blocks + std::max(recall_blocks, of_long), kind.BlocksFor(total));
 }
 
 int64_t OffloadPages::PagesOf(int64_t total) const {

@@ -48,7 +48,7 @@ struct OffloadPages {
 
   int layers = 0, dense_layers = 0;
   CacheKind kind;
-  int64_t ring_blocks = 0;
+  int64_t ring_blocks = 0, recall_blocks = 0, recall_divisor = 0;  // as in the options
   int64_t place_blocks = 0;  // places of the longest sequence, the ring's included
   int64_t most_blocks = 0;   // blocks of the longest sequence
   int64_t units_per_block = 1;

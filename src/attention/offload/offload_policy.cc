@@ -127,7 +127,7 @@ std::unique_ptr<SequenceCache> OffloadPolicy::DetachHostCache(int slot) {
   return home;
 }
 
-void OffloadPolicy::Retain(Stream& stream, int layer, const Queries& rows) const {
+void OffloadPolicy::Retain(Stream& stream, int layer, const Queries& rows, bool only_free) const {
   kernels::RetainParams retain{};
   retain.residency = tier_->Residency(layer);
   retain.slots = rows.slots;
@@ -135,6 +135,7 @@ void OffloadPolicy::Retain(Stream& stream, int layer, const Queries& rows) const
   retain.resident = tier_->Places(layer);
   retain.rows = rows.rows;
   retain.unit_tokens = tier_->options().unit_tokens;
+  retain.only_free = only_free;
   kernels().Retain(stream, retain);
 }
 

@@ -89,8 +89,9 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   // They are then written there before it, on the stream itself.
   virtual bool attends_at_home() const { return false; }
   // Gives the unit that leaves the ring at the next step a place behind it, so that what was in HBM
-  // stays there while there is room. Called from Settle.
-  void Retain(Stream& stream, int layer, const Queries& rows) const;
+  // stays there while there is room: instead of the unit that was selected longest ago, or, with
+  // `only_free`, where a place is free. Called from Settle.
+  void Retain(Stream& stream, int layer, const Queries& rows, bool only_free = false) const;
   // Returns how many units of a sequence of `tokens` tokens are older than the ring of its first
   // decode row.
   int64_t UnitsBeforeRing(int64_t tokens) const;

@@ -49,6 +49,9 @@ struct OffloadTierOptions {
   int ring_blocks = 2;
   // Places beside the ring, in blocks. A shorter sequence has fewer.
   int recall_blocks = 0;
+  // A sequence whose tokens at its end, divided by this, need more blocks has as many places; 0:
+  // none has more for being long.
+  int recall_divisor = 0;
   // Tokens of a unit that is recalled: block_tokens or 1.
   int unit_tokens = 0;
   std::vector<OffloadArray> arrays;

@@ -66,6 +66,8 @@ void SelectionCounters::SumOf(const Buffer& host, PolicyStatistics* sums) const 
       of.missing += counters->missing;
       of.recalled += counters->recalled;
       of.recalls += counters->recalls;
+      of.lookups += counters->lookups;
+      of.misses += counters->misses;
     }
     of.link_bytes = (of.recalled + of.steps * kv.heads) * kv.bytes_per_token;
   }

@@ -49,6 +49,7 @@ constexpr Preset kPresets[] = {
        o.recall.margin = 4.5f;  // the alpha that the paper gives for most models
      }},
     {"recall-fetch-all", "recall", [](PolicyOptions& o) { o.recall.fetch_all = true; }},
+    {"clo", "clo", [](PolicyOptions&) {}},
     {"hgca", "hgca", [](PolicyOptions&) {}},
     {kMeanSelection, "hgca", [](PolicyOptions&) {}},
     {"oracle", "oracle", [](PolicyOptions&) {}},
@@ -111,6 +112,18 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.recall.rank = static_cast<int>(value); }},
     {"margin", "recall", false,
      [](PolicyOptions& o, double value) { o.recall.margin = static_cast<float>(value); }},
+    {"divisor", "clo", false,
+     [](PolicyOptions& o, double value) { o.clo.budget_divisor = static_cast<int>(value); }},
+    {"similarity", "clo", false,
+     [](PolicyOptions& o, double value) { o.clo.similarity = static_cast<float>(value); }},
+    // Values of kernels::SimilarityRule: 0 the paper's, 1 the least, 2 the mean.
+    {"rule", "clo", false,
+     [](PolicyOptions& o, double value) {
+       o.clo.rule = static_cast<kernels::SimilarityRule>(std::clamp(static_cast<int>(value), 0, 2));
+     }},
+    {"refresh", "clo", false, [](PolicyOptions& o, double value) { o.clo.refresh = value != 0; }},
+    {"bits", "clo", true,
+     [](PolicyOptions& o, double value) { o.clo.hash_bits = static_cast<int>(value); }},
     {"share", "scout", false,
      [](PolicyOptions& o, double value) { o.scout.share_limit = static_cast<float>(value); }},
     {"interval", "scout", true,

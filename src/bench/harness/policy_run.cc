@@ -155,9 +155,9 @@ double PolicyRun::HitRate() const {
 double PolicyRun::RecallInterval() const {
   int64_t steps = 0, recalls = 0;
   for (const PolicyStatistics::Layer& layer : statistics.layers) {
-    if (layer.selected == 0) continue;
-    steps += layer.steps;
-    recalls += layer.recalls;
+    if (layer.lookups == 0 && layer.selected == 0) continue;
+    steps += layer.lookups > 0 ? layer.lookups : layer.steps;
+    recalls += layer.lookups > 0 ? layer.misses : layer.recalls;
   }
   return recalls == 0 ? 0 : static_cast<double>(steps) / static_cast<double>(recalls);
 }

@@ -97,7 +97,9 @@ struct PolicyRun {
   // Means over the layers that select; 0 and 1 if no layer does.
   double CpuShare() const;
   double HitRate() const;
-  double RecallInterval() const;  // Decode rows per row with a recall; 0: no recall happened.
+  // Decode rows per row with a recall, or lookups per miss under a policy that looks up labels; 0:
+  // there was none.
+  double RecallInterval() const;
   double LinkBytesPerStep() const;
   // Tokens per row and KV head that the CPU attended to or the link brought.
   double CpuTokens() const;

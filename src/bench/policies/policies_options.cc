@@ -29,13 +29,14 @@ The first table has these columns:
   CPU          share of the budget that the CPU attended to or the link brought
   hits         share of the selection that lay in HBM
   link MB      K and V over the link in a step
-  interval     steps between two recalls of a layer
+  interval     steps between two recalls of a layer; of clo: lookups of a head between two misses
   ends         the resource that bounds the largest batch
 The second table shows the bytes that a step must move in HBM, over the link (up: to the device, down: back)
 and in DRAM, the floor that they set at the rates measured in this run, how close the step came to it, and the
 policy's tokens/s over those of full at its largest batch (x full), beside the ratio of their floors.
 
-Some policies are set by this bench alone, and the server does not offer them: oracle selects by the exact
+Some policies are set by this bench alone, and the server does not offer them: clo, which is not complete yet,
+keeps what a head selected until its queries turn away, oracle selects by the exact
 attention weights, oracle-digest by block digests, ends takes the first and the newest blocks, random takes
 random ones; offload-naive fetches every selected entry in every step. The names scout-*, recall-fetch-all and
 ess-* are policies without one of their ideas. hgca-mean is hgca with the beta for which the CPU attends, on
@@ -54,6 +55,11 @@ scout:interval=8. These settings exist in this bench alone:
   drift=0              (scout) queries are predicted from the input of the layer before alone
   resident=N           (scout) tokens of recalled blocks that HBM has slots for
   rank=N               (recall) elements of a partial key
+  similarity=X         (clo) cosine of a head's queries with those of its selection, from which on it stays
+  divisor=N            (clo) a row selects an Nth of its tokens, if that is more than the budget; 0: the budget
+  rule=N               (clo) how a group's cosines become one: 0 as published, 1 the least, 2 the mean
+  refresh=0            (clo) a head that never misses never selects what left the ring, as published
+  bits=N               (clo) bits of a hash code
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
 
 --traffic times every step of sequences that do not march alike. steady: all have the longest of --contexts.

@@ -53,6 +53,8 @@ json RunJson(const PolicyRun& run) {
                       {"missing", layer.missing},
                       {"recalled", layer.recalled},
                       {"recalls", layer.recalls},
+                      {"lookups", layer.lookups},
+                      {"misses", layer.misses},
                       {"link_bytes", layer.link_bytes},
                       {"recall_interval",
                        layer.recalls == 0

@@ -37,6 +37,9 @@ int64_t LimitOf(const PolicyOptions& options, int block_tokens) {
   if (options.name == "scout") return budget + 2 * block_tokens;
   if (options.name == "recall") return budget + block_tokens;
   if (options.name == "hgca") return options.hgca.window_tokens;
+  if (options.name == "clo") {  // its budget is rounded up to whole blocks
+    return (options.budget_tokens + block_tokens - 1) / block_tokens * block_tokens + 64;
+  }
   return budget;
 }
 
@@ -132,7 +135,7 @@ int RunSequences(PolicyRig& rig, AttentionPolicy& policy, const PolicyOptions& o
 
 void CheckExactWhileItFits(const PolicyRig::Shape& of) {
   SplitMix64 random(TestSeed());
-  for (const char* name : {"scout", "recall", "hgca", "oracle"}) {
+  for (const char* name : {"scout", "recall", "hgca", "oracle", "clo"}) {
     int past = 0;
     for (int trial = 0; trial < kTrials; ++trial) {
       PolicyRig::Shape shape = of;
@@ -143,6 +146,7 @@ void CheckExactWhileItFits(const PolicyRig::Shape& of) {
       options.name = name;
       options.budget_tokens =
           (2 + Below(random, 4)) * shape.block_tokens + Below(random, shape.block_tokens);
+      if (options.name == "clo") options.budget_tokens += 68;  // its ring and first tokens
       options.dense_layers = trial % 3;
       options.workers = 1 + Below(random, 2);
       options.hgca.window_tokens = (1 + Below(random, 4)) * shape.block_tokens;

@@ -124,6 +124,14 @@ TEST_CASE("a run's shares leave out layers that select nothing") {
   CHECK(run.CpuShare() == Approx((0.1 + 0.05) / 2));
   CHECK(run.HitRate() == Approx(1 - 300.0 / 4000));
   CHECK(run.RecallInterval() == Approx(20.0 / 4));
+  // Where heads look up what they selected, it is lookups per miss, also in a layer without one.
+  PolicyRun looks = run;
+  looks.statistics.layers[0].lookups = 100;
+  looks.statistics.layers[0].misses = 8;
+  looks.statistics.layers[1].lookups = 100;
+  looks.statistics.layers[1].misses = 0;
+  looks.statistics.layers.resize(2);
+  CHECK(looks.RecallInterval() == Approx(200.0 / 8));
   CHECK(run.LinkBytesPerStep() == Approx(1000.0 * 2 / 10));
   run.statistics.layers.clear();
   CHECK(run.CpuShare() == 0);

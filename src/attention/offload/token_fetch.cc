@@ -1,0 +1,165 @@
+#include "src/attention/offload/token_fetch.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/offload/decode_attention.h"
+#include "src/attention/offload/offload_policy.h"
+#include "src/base/status_macros.h"
+#include "src/device/allocation.h"
+
+namespace sluice {
+namespace {
+
+constexpr int32_t kUnitTokens = 1;
+
+}  // namespace
+
+TokenFetch::TokenFetch(const PolicyOptions& options, OffloadTier* tier, int32_t most_selected)
+    : options_(options),
+      tier_(tier),
+      kernels_(options.device->kernels()),
+      kv_heads_(options.hbm->layout().kinds[0].heads),
+      head_dim_(tier->Home(0).head_dim),
+      most_selected_(most_selected),
+      most_resident_(tier->PlacesOf(options.max_context)) {}
+
+absl::StatusOr<std::unique_ptr<TokenFetch>> TokenFetch::Create(const PolicyOptions& options,
+                                                               OffloadTier* tier,
+                                                               int64_t most_selected) {
+  auto made = std::unique_ptr<TokenFetch>(
+      new TokenFetch(options, tier, static_cast<int32_t>(most_selected)));
+  SLUICE_RETURN_IF_ERROR(made->Allocate());
+  return made;
+}
+
+absl::Status TokenFetch::Allocate() {
+  const int64_t rows = OffloadPolicy::MaxDecodeRows(options_), lists = rows * kv_heads_;
+  const int64_t layers = options_.hbm->layout().layers;
+  const BufferAllocator lists_of_tokens(options_.device,
+                                        absl::StrCat("lists of tokens of ", options_.name));
+  const BufferAllocator results(options_.device, absl::StrCat("results of ", options_.name));
+  for (Buffer* units : {&selected_, &missing_, &chosen_[0].source_units, &chosen_[0].target_units,
+                        &chosen_[1].source_units, &chosen_[1].target_units}) {
+    SLUICE_RETURN_IF_ERROR(
+        lists_of_tokens.Words(MemoryKind::kDevice, lists * most_selected_, units));
+  }
+  for (Chosen& chosen : chosen_) {
+    for (Buffer* units : {&chosen.units, &chosen.places}) {
+      SLUICE_RETURN_IF_ERROR(
+          lists_of_tokens.Words(MemoryKind::kDevice, lists * most_resident_, units));
+    }
+  }
+  for (Buffer* counts : {&selected_counts_, &missing_counts_, &chosen_[0].counts, &chosen_[0].moves,
+                         &chosen_[1].counts, &chosen_[1].moves, &due_}) {
+    SLUICE_RETURN_IF_ERROR(lists_of_tokens.Words(MemoryKind::kDevice, lists, counts));
+  }
+  SLUICE_RETURN_IF_ERROR(
+      lists_of_tokens.Words(MemoryKind::kDevice, layers * options_.slots, &since_));
+  SLUICE_RETURN_IF_ERROR(
+      results.Words(MemoryKind::kDevice, rows * options_.heads * head_dim_, &o_));
+  SLUICE_RETURN_IF_ERROR(results.Words(MemoryKind::kDevice, rows * options_.heads, &lse_));
+  SLUICE_ASSIGN_OR_RETURN(counters_, SelectionCounters::Create(options_.device, options_.slots,
+                                                               options_.hbm->layout()));
+  return absl::OkStatus();
+}
+
+void TokenFetch::Bring(Stream& stream, Stream& fetches, int layer, const Queries& predicted,
+                       bool keeps) {
+  Split(stream, layer, predicted, /*forget=*/!keeps, /*whole=*/false);
+  GivePlaces(stream, layer, predicted);
+  // Now every selected token has a place, since there are as many places as a row may select. What
+  // else lies in HBM costs no fetch, so it is attended to as well.
+  Split(stream, layer, predicted, /*forget=*/false, /*whole=*/keeps);
+  fetches.After(stream);
+  Move(fetches, layer, predicted.rows);
+}
+
+void TokenFetch::Attend(Stream& stream, int layer, const Queries& queries, void* out,
+                        kernels::DType out_type) {
+  const Chosen& chosen = ChosenOf(layer);
+  const kernels::PagedCache cache = tier_->Places(layer);
+  auto* const o = o_.as<float>();
+  auto* const lse = lse_.as<float>();
+  kernels_.SparseAttention(
+      stream, SparseAttentionOf(queries, cache, Attended(chosen), chosen.places.as<int32_t>(),
+                                kUnitTokens, o, lse));
+  // One part: the merge converts it to out_type.
+  kernels_.Merge(stream, MergeOf(queries, cache.head_dim, 1, o, lse, out, out_type));
+}
+
+void TokenFetch::Split(Stream& stream, int layer, const Queries& predicted, bool forget,
+                       bool whole) {
+  Chosen& chosen = ChosenOf(layer);
+  kernels::SplitParams params{};
+  params.residency = tier_->Residency(layer);
+  params.slots = predicted.slots;
+  params.positions = predicted.positions;
+  params.selected = selected();
+  params.resident = Attended(chosen);
+  params.places = chosen.places.as<int32_t>();
+  params.missing = missing();
+  params.rows = predicted.rows;
+  params.kv_heads = static_cast<int32_t>(kv_heads_);
+  params.unit_tokens = kUnitTokens;
+  params.whole = whole;
+  params.forget = forget;
+  kernels_.Split(stream, params);
+}
+
+void TokenFetch::GivePlaces(Stream& stream, int layer, const Queries& predicted) {
+  kernels::RecallDueParams due{};  // always due; the operator also counts
+  due.slots = predicted.slots;
+  due.selected = selected();
+  due.missing = missing();
+  due.since = since_.as<int32_t>() + int64_t{layer} * options_.slots;
+  due.counters = counters_->of(layer);
+  due.due = due_.as<int32_t>();
+  due.rows = predicted.rows;
+  due.kv_heads = static_cast<int32_t>(kv_heads_);
+  due.unit_tokens = kUnitTokens;
+  due.budget_units = options_.budget_tokens;
+  due.interval = 1;
+  kernels_.RecallDue(stream, due);
+
+  kernels::RecallParams recall{};
+  recall.residency = tier_->Residency(layer);
+  recall.slots = predicted.slots;
+  recall.positions = predicted.positions;
+  recall.missing = missing();
+  recall.home = tier_->Home(layer);
+  recall.resident = tier_->Places(layer);
+  const Chosen& chosen = ChosenOf(layer);
+  recall.source_units = chosen.source_units.as<int32_t>();
+  recall.target_units = chosen.target_units.as<int32_t>();
+  recall.move_counts = chosen.moves.as<int32_t>();
+  recall.counters = due.counters;
+  recall.rows = predicted.rows;
+  recall.kv_heads = static_cast<int32_t>(kv_heads_);
+  recall.unit_tokens = kUnitTokens;
+  kernels_.Recall(stream, recall);
+}
+
+// Fetches K and V of the tokens that were given places. The layer before and the next Bring go on
+// meanwhile.
+void TokenFetch::Move(Stream& stream, int layer, int32_t rows) {
+  const Chosen& chosen = ChosenOf(layer);
+  const kernels::PagedCache home = tier_->Home(layer), resident = tier_->Places(layer);
+  const int64_t row_bytes = int64_t{home.head_dim} * SizeOf(home.type);
+  const int64_t values = home.block_tokens * row_bytes;  // V of a block, after its K
+  for (const int64_t part : {int64_t{0}, values}) {
+    kernels::TransferParams move{};
+    move.source = static_cast<const uint8_t*>(home.base) + part;
+    move.target = static_cast<uint8_t*>(resident.base) + part;
+    move.source_pitch = move.target_pitch = row_bytes;
+    move.source_units = chosen.source_units.as<int32_t>();
+    move.target_units = chosen.target_units.as<int32_t>();
+    move.counts = chosen.moves.as<int32_t>();
+    move.lists = static_cast<int32_t>(rows * kv_heads_);
+    move.capacity = most_selected_;
+    move.unit_bytes = static_cast<int32_t>(row_bytes);
+    kernels_.Transfer(stream, move);
+  }
+}
+
+}  // namespace sluice

@@ -1,0 +1,304 @@
+#include "src/attention/policies/clo/clo_policy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/hash_params.h"
+#include "src/attention/offload/offload_policy.h"
+#include "src/attention/offload/token_fetch.h"
+#include "src/attention/policies/clo/hash_matrix.h"
+#include "src/base/status_macros.h"
+#include "src/device/allocation.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+namespace {
+
+constexpr int32_t kUnitTokens = 1;
+constexpr int32_t kRingTokens = 64;  // recent tokens (CLO, 3.1), in whole blocks
+constexpr int32_t kSinkTokens = 4;
+// A label is renewed once a quarter of what its head selects has left the ring: a head that never
+// missed would never see these tokens.
+constexpr int32_t kRefreshes = 4;
+// Arrays of the tier, by index.
+constexpr size_t kCodes = 0, kLengths = 1;
+
+int32_t RingBlocks(const CacheKind& kv) {
+  return static_cast<int32_t>((kRingTokens + kv.block_tokens - 1) / kv.block_tokens);
+}
+
+class CloPolicy : public OffloadPolicy {
+ public:
+  static absl::StatusOr<std::unique_ptr<AttentionPolicy>> Create(const PolicyOptions& options);
+  ~CloPolicy() override { AwaitWarmUps(); }
+
+  bool LooksAhead(int layer) const override { return !tier().dense(layer); }
+  bool FollowsDrift() const override { return options().clo.drift; }
+  int rehearsals() const override { return options().rehearsals; }
+
+  PolicyStatistics Statistics() const override { return fetch_->counters().Sum(); }
+  int64_t MetadataBytes(int64_t tokens) const override {  // codes and lengths
+    return tokens * hash_.kv_heads * (hash_.bits / 8 + SizeOf(kernels::DType::kBFloat16));
+  }
+
+  // Lookup and prefetch (CLO, 4.2): the predicted queries decide which heads miss. Those select by
+  // the scores of codes, their labels become these queries, and what they selected is fetched.
+  void Ahead(Stream& stream, int layer, const Queries& predicted) override {
+    Lookup(stream, layer, predicted);
+    Score(stream, layer, predicted);
+    Select(stream, predicted);
+    fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, /*keeps=*/true);
+  }
+
+ protected:
+  void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
+                    kernels::DType out_type) override {
+    stream.After(LayerBranch(stream, layer));
+    fetch_->Attend(stream, layer, queries, out, out_type);
+  }
+
+  // Rows attend to every token that has a place. A sequence has places for the budget at least.
+  int64_t SparseExactTokens() const override {
+    return (tier().options().ring_blocks + tier().options().recall_blocks) * tier().block_tokens();
+  }
+
+  // What leaves the ring stays in HBM while a place is free. Otherwise it waits for its head's next
+  // miss, so that a set stays as it was selected.
+  void Settle(Stream& stream, int layer, const Queries& rows) override {
+    ExtendCodes(stream, layer, tier().Ring(layer), rows.slots, nullptr, rows.positions, rows.rows);
+    Retain(stream, layer, rows, /*only_free=*/true);
+  }
+
+  void BuildArrays(Stream& stream, int slot, int64_t /*tokens*/,
+                   const OffloadTier::BulkRow& row) override {
+    for (int layer = tier().options().dense_layers; layer < layers(); ++layer) {
+      ExtendCodes(stream, layer, tier().Home(layer), row.slots, row.first_positions, row.positions,
+                  1);
+      // The sequence has no labels yet: its first row misses everywhere.
+      stream.Copy(labelled(layer) + slot * hash_.kv_heads, tables_.no_labels.data(),
+                  tables_.no_labels.bytes());
+    }
+  }
+
+ private:
+  // What all sequences share, and what they have by slot.
+  struct Tables {
+    Buffer hash;                    // float [layers][kv_heads][head_dim][bits]
+    Buffer importance, thresholds;  // float [heads], [kv_heads]
+    Buffer labels;                  // float [layers][slots][heads][head_dim]
+    Buffer labelled;                // int32 [layers][slots][kv_heads]
+    Buffer no_labels;               // int32 [kv_heads] of -1, pinned
+    Buffer missed;                  // int32 [lists]
+    Buffer q_codes;                 // int32 [rows][heads][words]
+    Buffer scores;                  // float [lists][max_context]
+  };
+
+  CloPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
+            const HashShape& hash, std::unique_ptr<TokenFetch> fetch, Tables tables)
+      : OffloadPolicy(options, std::move(tier), std::move(written)),
+        hash_(hash),
+        fetch_(std::move(fetch)),
+        tables_(std::move(tables)) {}
+  static absl::StatusOr<Tables> NewTables(const PolicyOptions& options, const HashShape& hash);
+
+  int layers() const { return options().hbm->layout().layers; }
+  int32_t words() const { return static_cast<int32_t>(hash_.bits / 32); }
+  int32_t kv_heads() const { return static_cast<int32_t>(hash_.kv_heads); }
+  const float* Hash(int layer) const {
+    return tables_.hash.as<float>() + layer * hash_.kv_heads * hash_.head_dim * hash_.bits;
+  }
+  int32_t* labelled(int layer) const {
+    return tables_.labelled.as<int32_t>() + int64_t{layer} * options().slots * hash_.kv_heads;
+  }
+  // Returns the maximum share of a row's tokens that a head selects, as a divisor; 0: the budget
+  // alone counts.
+  int32_t divisor() const { return options().clo.budget_divisor; }
+
+  // Extends codes and lengths by positions [first, position] of each row.
+  void ExtendCodes(Stream& stream, int layer, const kernels::PagedCache& keys, const int32_t* slots,
+                   const int32_t* first, const int32_t* positions, int32_t rows) {
+    kernels::HashKeysParams params{};
+    params.cache = keys;
+    params.hash = Hash(layer);
+    params.codes = tier().Array(layer, kCodes);
+    params.lengths = tier().Array(layer, kLengths);
+    params.slots = slots;
+    params.first_positions = first;
+    params.positions = positions;
+    params.rows = rows;
+    kernels().HashKeys(stream, params);
+  }
+
+  void Lookup(Stream& stream, int layer, const Queries& predicted) {
+    kernels::LabelLookupParams params{};
+    params.q = predicted.q;
+    params.q_stride = predicted.stride;
+    params.slots = predicted.slots;
+    params.positions = predicted.positions;
+    params.importance = tables_.importance.as<float>();
+    params.thresholds = tables_.thresholds.as<float>();
+    params.labels = tables_.labels.as<float>() +
+                    int64_t{layer} * options().slots * predicted.heads * hash_.head_dim;
+    params.labelled = labelled(layer);
+    params.missed = tables_.missed.as<int32_t>();
+    params.counters = fetch_->counters().of(layer);
+    params.rows = predicted.rows;
+    params.heads = predicted.heads;
+    params.kv_heads = kv_heads();
+    params.head_dim = static_cast<int32_t>(hash_.head_dim);
+    if (options().clo.refresh) {
+      params.refresh_tokens = std::max(options().budget_tokens / kRefreshes, 1);
+      params.refresh_divisor = kRefreshes * divisor();
+    }
+    params.rule = options().clo.rule;
+    kernels().LabelLookup(stream, params);
+  }
+
+  void Score(Stream& stream, int layer, const Queries& predicted) {
+    auto* const codes = tables_.q_codes.as<int32_t>();
+    kernels().HashQueries(
+        stream, {predicted.q, predicted.stride, predicted.slots, Hash(layer), codes, predicted.rows,
+                 predicted.heads, kv_heads(), static_cast<int32_t>(hash_.head_dim), words()});
+    kernels::HashScoresParams params{};
+    params.q_codes = codes;
+    params.wanted = tables_.missed.as<int32_t>();
+    params.slots = predicted.slots;
+    params.positions = predicted.positions;
+    params.codes = tier().Array(layer, kCodes);
+    params.lengths = tier().Array(layer, kLengths);
+    params.scores = tables_.scores.as<float>();
+    params.score_stride = options().max_context;
+    params.rows = predicted.rows;
+    params.heads = predicted.heads;
+    kernels().HashScores(stream, params);
+  }
+
+  void Select(Stream& stream, const Queries& predicted) {
+    kernels::TopKParams params{};
+    params.scores = tables_.scores.as<float>();
+    params.score_stride = options().max_context;
+    params.slots = predicted.slots;
+    params.positions = predicted.positions;
+    params.selected = fetch_->selected();
+    params.rows = predicted.rows;
+    params.kv_heads = kv_heads();
+    params.unit_tokens = kUnitTokens;
+    params.k = options().budget_tokens;
+    params.k_divisor = divisor();
+    params.first_units = kSinkTokens;
+    params.last_units = static_cast<int32_t>(tier().options().ring_blocks * tier().block_tokens());
+    params.margin = std::numeric_limits<float>::infinity();
+    params.wanted = tables_.missed.as<int32_t>();
+    kernels().TopK(stream, params);
+  }
+
+  const HashShape hash_;
+  const std::unique_ptr<TokenFetch> fetch_;
+  const Tables tables_;
+};
+
+absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& options,
+                                                       const HashShape& hash) {
+  const BufferAllocator tables(options.device, "tables of clo");
+  const int64_t rows = MaxDecodeRows(options), lists = rows * hash.kv_heads;
+  const int64_t slots = hash.layers * options.slots;
+  Tables t;
+  SLUICE_ASSIGN_OR_RETURN(
+      t.hash, Uploaded(options.device, RandomHash(hash, options.clo.seed), "clo's hash matrices"));
+  SLUICE_ASSIGN_OR_RETURN(
+      t.importance,
+      Uploaded(options.device, std::vector<float>(static_cast<size_t>(options.heads), 1.0f),
+               "clo's importance of heads"));
+  SLUICE_ASSIGN_OR_RETURN(
+      t.thresholds,
+      Uploaded(options.device,
+               std::vector<float>(static_cast<size_t>(hash.kv_heads), options.clo.similarity),
+               "clo's thresholds"));
+  SLUICE_RETURN_IF_ERROR(
+      tables.Words(MemoryKind::kDevice, slots * options.heads * hash.head_dim, &t.labels));
+  SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, slots * hash.kv_heads, &t.labelled));
+  SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kPinned, hash.kv_heads, &t.no_labels));
+  std::memset(t.no_labels.data(), 0xFF, t.no_labels.bytes());
+  SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, lists, &t.missed));
+  SLUICE_RETURN_IF_ERROR(
+      tables.Words(MemoryKind::kDevice, rows * options.heads * hash.bits / 32, &t.q_codes));
+  SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, lists * options.max_context, &t.scores));
+  return t;
+}
+
+absl::Status OutOfRange(const PolicyOptions& options, const char* field,
+                        const std::string& expected, double found) {
+  return absl::InvalidArgumentError(
+      absl::StrCat(field, ": policy ", options.name, " expected ", expected, ", found ", found));
+}
+
+absl::Status Check(const PolicyOptions& options, int64_t ring) {
+  const PolicyOptions::Clo& clo = options.clo;
+  if (options.budget_tokens < ring + kSinkTokens) {
+    return OutOfRange(
+        options, "budget_tokens",
+        absl::StrCat("at least ", ring + kSinkTokens, ", the newest ", ring,
+                     " tokens and the first ", kSinkTokens, ", to which it always attends"),
+        options.budget_tokens);
+  }
+  if (clo.budget_divisor < 0) {
+    return OutOfRange(options, "clo_budget_divisor", "0 or more", clo.budget_divisor);
+  }
+  if (!(clo.similarity >= -1 && clo.similarity <= 1)) {
+    return OutOfRange(options, "clo_similarity", "a cosine from -1 to 1", clo.similarity);
+  }
+  if (clo.hash_bits < 32 || clo.hash_bits > kernels::kMaxHashBits || clo.hash_bits % 32 != 0) {
+    return OutOfRange(options, "clo_hash_bits",
+                      absl::StrCat("a multiple of 32 up to ", kernels::kMaxHashBits),
+                      clo.hash_bits);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyOptions& options) {
+  const CacheLayout& layout = options.hbm->layout();
+  const CacheKind& kv = layout.kinds[0];
+  SLUICE_RETURN_IF_ERROR(Check(options, int64_t{RingBlocks(kv)} * kv.block_tokens));
+  HashShape hash;
+  hash.layers = layout.layers;
+  hash.kv_heads = kv.heads;
+  hash.head_dim = kv.part_bytes[0] / SizeOf(kv.element_type);
+  hash.bits = options.clo.hash_bits;
+  OffloadTierOptions tier_options;
+  tier_options.device = options.device;
+  tier_options.hbm = options.hbm;
+  tier_options.dram = options.dram;
+  tier_options.slots = options.slots;
+  tier_options.max_context = options.max_context;
+  tier_options.dense_layers = std::min(options.dense_layers, layout.layers);
+  tier_options.ring_blocks = RingBlocks(kv);
+  tier_options.recall_blocks = static_cast<int>(kv.BlocksFor(options.budget_tokens));
+  tier_options.recall_divisor = options.clo.budget_divisor;
+  tier_options.unit_tokens = kUnitTokens;
+  tier_options.arrays = {
+      {"hash codes", 1, static_cast<int32_t>(hash.bits / 32), kernels::DType::kFloat32},
+      {"lengths of keys", 1, 1, kernels::DType::kBFloat16}};
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
+  SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
+  const int64_t of_longest =
+      options.clo.budget_divisor > 0 ? options.max_context / options.clo.budget_divisor : 0;
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<TokenFetch> fetch,
+                          TokenFetch::Create(options, tier.get(),
+                                             std::max<int64_t>(options.budget_tokens, of_longest)));
+  SLUICE_ASSIGN_OR_RETURN(Tables tables, NewTables(options, hash));
+  return std::unique_ptr<AttentionPolicy>(new CloPolicy(
+      options, std::move(tier), std::move(written), hash, std::move(fetch), std::move(tables)));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewCloPolicy(const PolicyOptions& options) {
+  return CloPolicy::Create(options);
+}
+
+}  // namespace sluice

@@ -1,0 +1,433 @@
+#include "src/attention/policies/clo/clo_policy.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <limits>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "src/attention/policies/clo/hash_matrix.h"
+#include "tests/test_main.h"
+#include "tests/unit/attention/policy_rig.h"
+#include "tests/unit/attention/policy_traffic.h"
+
+namespace sluice {
+namespace {
+
+using testing::PolicyRig;
+using testing::RandomVectors;
+using testing::RelativeError;
+using testing::RoundedToBf16;
+using Who = PolicyRig::Who;
+
+// Kernels may round queries to bf16 before a product.
+constexpr double kTolerance = 1e-2;
+constexpr int kRing = 64, kSink = 4, kBits = 256;
+
+std::unique_ptr<AttentionPolicy> MakePolicy(const PolicyOptions& options) {
+  auto policy = NewCloPolicy(options);
+  INFO(std::string(policy.status().ToString()));
+  REQUIRE(policy.ok());
+  return *std::move(policy);
+}
+
+// Makes vectors whose predicted queries turn slowly, with a jump now and then in one KV head or
+// the other.
+PolicyRig::Make TurningQueries(const PolicyRig::Shape& shape) {
+  const PolicyRig::Make random = RandomVectors(shape, 0.3f);
+  return [shape, random](uint64_t seed, int layer, int position) {
+    PolicyRig::Vectors vectors = random(seed, layer, position);
+    const int of_head = shape.heads / shape.kv_heads * shape.head_dim;
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      const PolicyRig::Vectors topic =
+          random(seed + 77, layer, (position + 3 * head) / (7 + 4 * head));
+      for (int i = head * of_head; i < (head + 1) * of_head; ++i) {
+        const auto at = static_cast<size_t>(i);
+        vectors.predicted[at] = RoundedToBf16(topic.q[at] + 0.4f * vectors.q[at]);
+      }
+    }
+    return vectors;
+  };
+}
+
+// CLO for one layer and KV head of one sequence, written as plainly as the paper.
+class NaiveHead {
+ public:
+  NaiveHead(const PolicyRig::Shape& shape, const PolicyOptions& options, PolicyRig::Make make,
+            uint64_t seed, std::pair<int, int> layer_and_head, int context, int total)
+      : shape_(shape),
+        options_(options),
+        make_(std::move(make)),
+        seed_(seed),
+        layer_(layer_and_head.first),
+        head_(layer_and_head.second),
+        fused_(shape.kernels == "cuda") {
+    const HashShape hash{shape.layers, shape.kv_heads, shape.head_dim, kBits};
+    const auto of_head = static_cast<size_t>(shape.head_dim) * kBits;
+    const std::vector<float> all = RandomHash(hash, options.clo.seed);
+    const size_t at = static_cast<size_t>(layer_ * shape.kv_heads + head_) * of_head;
+    hash_.assign(all.begin() + static_cast<int64_t>(at),
+                 all.begin() + static_cast<int64_t>(at + of_head));
+    const int bt = shape.block_tokens, divisor = options.clo.budget_divisor;
+    const auto blocks_of = [bt](int tokens) { return (tokens + bt - 1) / bt; };
+    const int blocks = std::min(kRing / bt + std::max(blocks_of(options.budget_tokens),
+                                                      divisor > 0 ? blocks_of(total / divisor) : 0),
+                                blocks_of(total));
+    places_.assign(static_cast<size_t>(std::max(blocks * bt - kRing, 0)), {-1, 0});
+    const int end = std::max(context - kRing + 1, 0);
+    const int count = std::min(static_cast<int>(places_.size()), end);
+    for (int i = 0; i < count; ++i) {
+      places_[static_cast<size_t>(i)].unit = i < bt ? i : end - count + i;
+    }
+  }
+
+  // Returns what the row at `position` attends to.
+  std::set<int> Attend(int position) {
+    if (Misses(position)) Replace(position, Select(position));
+    std::set<int> attended;
+    for (int t = std::max(0, position - kRing + 1); t <= position; ++t) attended.insert(t);
+    for (const Place& place : places_) {
+      if (place.unit >= 0) attended.insert(place.unit);
+    }
+    // What leaves the ring takes a free place.
+    const int leaving = position + 1 - kRing;
+    const bool there = std::ranges::any_of(places_, [&](auto& p) { return p.unit == leaving; });
+    const auto free = std::ranges::find_if(places_, [](auto& p) { return p.unit < 0; });
+    if (leaving >= 0 && !there && free != places_.end()) *free = {leaving, position};
+    return attended;
+  }
+
+  int64_t lookups = 0, misses = 0, selected = 0, fetched = 0;
+
+ private:
+  struct Place {
+    int unit;
+    int stamp;
+  };
+  using Code = std::vector<bool>;
+
+  int Group() const { return shape_.heads / shape_.kv_heads; }
+  std::vector<float> Query(int position, int head_of_group) const {
+    const PolicyRig::Vectors own = make_(seed_, layer_, position);
+    const auto first = own.predicted.begin() + (head_ * Group() + head_of_group) * shape_.head_dim;
+    return {first, first + shape_.head_dim};
+  }
+  std::vector<float> Key(int position) const {
+    const PolicyRig::Vectors token = make_(seed_, layer_, position);
+    const auto first = token.k.begin() + head_ * shape_.head_dim;
+    return {first, first + shape_.head_dim};
+  }
+
+  static double Cosine(const std::vector<float>& a, const std::vector<float>& b) {
+    double ab = 0, aa = 0, bb = 0;
+    for (size_t d = 0; d < a.size(); ++d) {
+      ab += double{a[d]} * double{b[d]};
+      aa += double{a[d]} * double{a[d]};
+      bb += double{b[d]} * double{b[d]};
+    }
+    return ab / std::sqrt(aa * bb);
+  }
+
+  bool Misses(int position) {
+    double inverse = 0;
+    for (int i = 0; i < Group() && labelled_ >= 0; ++i) {
+      const double cosine = Cosine(Query(position, i), Query(labelled_, i));
+      inverse += cosine > 0 ? 1 / cosine : std::numeric_limits<double>::infinity();
+    }
+    const int divisor = options_.clo.budget_divisor;
+    const int age = options_.budget_tokens / 4 + (divisor > 0 ? position / (4 * divisor) : 0);
+    const bool hit = labelled_ >= 0 && labelled_ < position &&
+                     Group() / inverse >= double{options_.clo.similarity} &&
+                     (!options_.clo.refresh || position - labelled_ < age);
+    ++lookups;
+    if (hit) return false;
+    ++misses;
+    labelled_ = position;
+    return true;
+  }
+
+  // The order of sums matters where a sum is nearly 0.
+  Code CodeOf(const std::vector<float>& x) const {
+    Code code(kBits);
+    for (size_t bit = 0; bit < kBits; ++bit) {
+      float sum = 0;
+      for (size_t d = 0; d < x.size(); ++d) {
+        const float w = hash_[d * kBits + bit];
+        sum = fused_ ? std::fma(x[d], w, sum) : x[d] * w + sum;
+      }
+      code[bit] = sum > 0;
+    }
+    return code;
+  }
+
+  std::set<int> Select(int position) const {
+    std::vector<Code> queries;
+    for (int i = 0; i < Group(); ++i) queries.push_back(CodeOf(Query(position, i)));
+    std::vector<std::pair<float, int>> others;
+    std::set<int> chosen;
+    for (int t = 0; t <= position; ++t) {
+      if (t < kSink || t > position - kRing) {
+        chosen.insert(t);
+        continue;
+      }
+      const std::vector<float> key = Key(t);
+      const Code code = CodeOf(key);
+      int agreeing = 0;
+      for (const Code& query : queries) {
+        for (size_t bit = 0; bit < kBits; ++bit) agreeing += query[bit] == code[bit] ? 1 : -1;
+      }
+      double squares = 0;
+      for (const float x : key) squares += double{x} * double{x};
+      const float length = RoundedToBf16(static_cast<float>(std::sqrt(squares)));
+      others.emplace_back(-static_cast<float>(agreeing) * length, t);
+    }
+    std::sort(others.begin(), others.end());
+    const int divisor = options_.clo.budget_divisor;
+    const int k = std::max(options_.budget_tokens, divisor > 0 ? (position + 1) / divisor : 0);
+    for (const auto& [minus, t] : others) {
+      if (static_cast<int>(chosen.size()) < k) chosen.insert(t);
+    }
+    return chosen;
+  }
+
+  // Refill by difference: what is new takes the places of what was selected longest ago.
+  void Replace(int position, const std::set<int>& chosen) {
+    selected += std::ssize(chosen);
+    std::vector<int> missing;
+    for (const int unit : chosen) {
+      if (position - unit < kRing) continue;
+      const auto place = std::ranges::find_if(places_, [&](auto& p) { return p.unit == unit; });
+      if (place == places_.end()) {
+        missing.push_back(unit);
+      } else {
+        place->stamp = position;
+      }
+    }
+    for (const int unit : missing) {
+      const auto stamp = [](const Place& p) { return p.unit < 0 ? -1 : p.stamp; };
+      Place* best = nullptr;
+      for (Place& place : places_) {
+        if (place.unit >= 0 && place.stamp == position) continue;
+        if (best == nullptr || stamp(place) < stamp(*best)) best = &place;
+      }
+      REQUIRE(best != nullptr);  // every selected token finds a place
+      *best = {unit, position};
+      ++fetched;
+    }
+  }
+
+  const PolicyRig::Shape shape_;
+  const PolicyOptions options_;
+  const PolicyRig::Make make_;
+  const uint64_t seed_;
+  const int layer_, head_;
+  const bool fused_;
+  std::vector<float> hash_;  // [head_dim][kBits]
+  std::vector<Place> places_;
+  int labelled_ = -1;
+};
+
+PolicyStatistics::Layer SumsOf(const AttentionPolicy& policy) {
+  PolicyStatistics::Layer sums;
+  for (const PolicyStatistics::Layer& layer : policy.Statistics().layers) {
+    sums.selected += layer.selected;
+    sums.missing += layer.missing;
+    sums.recalled += layer.recalled;
+    sums.lookups += layer.lookups;
+    sums.misses += layer.misses;
+    sums.link_bytes += layer.link_bytes;
+  }
+  return sums;
+}
+
+struct NaiveCase {
+  int budget, divisor, context, steps;
+  bool refresh = true;
+  float similarity = 0.8f;
+};
+
+// Decodes one sequence and checks every row against softmax over what the naive head attends to.
+PolicyStatistics::Layer CheckAgainstNaive(const PolicyRig::Shape& shape, const NaiveCase& c) {
+  const PolicyRig::Make make = TurningQueries(shape);
+  PolicyRig rig(shape, make);
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = c.budget;
+  options.clo.budget_divisor = c.divisor;
+  options.clo.refresh = c.refresh;
+  options.clo.similarity = c.similarity;
+  const auto policy = MakePolicy(options);
+  const uint64_t seed = TestSeed();
+  rig.Admit(*policy, 1, seed, c.context, c.context + c.steps);
+  std::vector<NaiveHead> heads;
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      heads.emplace_back(shape, options, make, seed, std::pair(layer, head), c.context,
+                         c.context + c.steps);
+    }
+  }
+  for (int step = 0; step < c.steps; ++step) {
+    const int position = rig.position(1);
+    const auto out = rig.Step(*policy, {1});
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      INFO("step " << step << " layer " << layer);
+      std::vector<std::set<int>> attended;
+      for (int head = 0; head < shape.kv_heads; ++head) {
+        attended.push_back(
+            heads[static_cast<size_t>(layer * shape.kv_heads + head)].Attend(position));
+      }
+      const auto want = rig.Naive(seed, layer, position, [&](int head, int token) {
+        return attended[static_cast<size_t>(head)].contains(token) ? Who::kReal : Who::kNobody;
+      });
+      CHECK(RelativeError(out[static_cast<size_t>(layer)][0], want) <= kTolerance);
+    }
+  }
+  const PolicyStatistics::Layer sums = SumsOf(*policy);
+  PolicyStatistics::Layer naive;
+  for (const NaiveHead& head : heads) {
+    naive.lookups += head.lookups;
+    naive.misses += head.misses;
+    naive.selected += head.selected;
+    naive.recalled += head.fetched;
+  }
+  CHECK(sums.lookups == naive.lookups);
+  CHECK(sums.misses == naive.misses);
+  CHECK(sums.selected == naive.selected);
+  CHECK(sums.recalled == naive.recalled);
+  CHECK(sums.missing == sums.recalled);  // everything that is new is fetched, and nothing else
+  const int64_t written = int64_t{c.steps} * shape.layers * shape.kv_heads;
+  CHECK(sums.link_bytes == (sums.recalled + written) * 2 * shape.head_dim * 2);
+  rig.Release(*policy, 1);
+  return sums;
+}
+
+void TestNaive(const PolicyRig::Shape& of) {
+  PolicyRig::Shape shape = of;
+  const PolicyStatistics::Layer some = CheckAgainstNaive(shape, {96, 0, 300, 40});
+  CHECK(some.misses * 20 > some.lookups);
+  CHECK(some.misses * 2 < some.lookups);
+  // A share of a long row is more than the budget.
+  CheckAgainstNaive(shape, {80, 3, 400, 24});
+  shape.heads = 6;
+  shape.kv_heads = 1;
+  CheckAgainstNaive(shape, {96, 4, 450, 24});
+  shape.heads = 10;  // groups of five, as in Qwen3-14B
+  shape.kv_heads = 2;
+  shape.head_dim = 128;
+  shape.block_tokens = 32;
+  CheckAgainstNaive(shape, {96, 0, 333, 20});
+}
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "a row attends to what each head selected for queries like its own, and to the ring", TestNaive)
+
+void TestNeverAndAlways(const PolicyRig::Shape& shape) {
+  // Whatever can be compared hits: the first row selects, and nothing is fetched later.
+  NaiveCase c{96, 0, 300, 20, /*refresh=*/false, /*similarity=*/-1};
+  const PolicyStatistics::Layer never = CheckAgainstNaive(shape, c);
+  CHECK(never.misses == int64_t{shape.layers} * shape.kv_heads);
+  // With a refresh a label lasts a quarter of the budget.
+  c.refresh = true;
+  c.steps = 25;
+  const PolicyStatistics::Layer aged = CheckAgainstNaive(shape, c);
+  CHECK(aged.misses == 2 * int64_t{shape.layers} * shape.kv_heads);
+  // No two queries are equal, so every row selects anew.
+  c.similarity = 1;
+  const PolicyStatistics::Layer always = CheckAgainstNaive(shape, c);
+  CHECK(always.misses == always.lookups);
+  CHECK(always.recalled > never.recalled);
+}
+SLUICE_TEST_ON_CPU_AND_GPU("a threshold of -1 never selects again, and one of 1 always does",
+                           TestNeverAndAlways)
+
+void Traffic(const PolicyRig::Shape& of) {
+  PolicyRig::Shape shape = of;
+  const auto check = [&](int divisor, bool refresh) {
+    testing::CheckTraffic(shape, TurningQueries(shape), [&](const PolicyRig& rig, bool) {
+      PolicyOptions options = rig.Options();
+      options.budget_tokens = 80;
+      options.dense_layers = 1;
+      options.clo.budget_divisor = divisor;
+      options.clo.refresh = refresh;
+      return MakePolicy(options);
+    });
+  };
+  check(0, true);
+  shape.threads = 3;
+  shape.row_bucket = 3;
+  check(4, false);
+}
+SLUICE_TEST_ON_CPU_AND_GPU("clo: sequences that come and go give to the bit what each gives alone",
+                           Traffic)
+
+TEST_CASE("a row that is computed again selects again, with the queries that it has then") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, TurningQueries(shape));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 96;
+  const auto policy = MakePolicy(options);
+  CHECK(policy->rehearsals() == 1);
+  rig.Admit(*policy, 0, TestSeed(), 300, 320);
+  rig.Step(*policy, {0});
+  const int64_t heads = int64_t{shape.layers} * shape.kv_heads;
+  CHECK(SumsOf(*policy).misses == heads);
+  rig.Rewind(0);
+  rig.Step(*policy, {0});
+  CHECK(SumsOf(*policy).misses == 2 * heads);
+  rig.Release(*policy, 0);
+}
+
+TEST_CASE("random hash matrices have orthogonal columns, and bits that tell angles") {
+  const HashShape shape{2, 2, 64, 160};
+  const std::vector<float> hash = RandomHash(shape, 5);
+  REQUIRE(std::ssize(hash) == shape.elements());
+  CHECK(hash == RandomHash(shape, 5));
+  CHECK(hash != RandomHash(shape, 6));
+  const auto product = [&](int64_t matrix, int64_t a, int64_t b) {
+    double sum = 0;
+    for (int64_t d = 0; d < 64; ++d) {
+      const float* row = hash.data() + (matrix * 64 + d) * 160;
+      sum += double{row[a]} * double{row[b]};
+    }
+    return sum;
+  };
+  for (int64_t matrix = 0; matrix < 4; ++matrix) {
+    for (int64_t a = 0; a < 160; ++a) {
+      CHECK(product(matrix, a, a) == Approx(1).epsilon(1e-5));
+      for (int64_t b = a + 1; b < std::min<int64_t>(a / 64 * 64 + 64, 160); ++b) {
+        REQUIRE(std::abs(product(matrix, a, b)) < 1e-5);
+      }
+    }
+  }
+  // Two vectors at 60 degrees differ in a third of the bits, give or take what 640 bits allow.
+  int differing = 0;
+  for (size_t matrix = 0; matrix < 4; ++matrix) {
+    for (size_t bit = 0; bit < 160; ++bit) {
+      const float x = hash[matrix * 64 * 160 + bit], y = hash[(matrix * 64 + 1) * 160 + bit];
+      differing += (x > 0) != (0.5f * x + 0.8660254f * y > 0) ? 1 : 0;
+    }
+  }
+  CHECK(std::abs(differing / 640.0 - 1.0 / 3) < 0.06);
+}
+
+TEST_CASE("clo: options out of range are refused by name") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 0));
+  const auto refused = [&](const char* what, auto change) {
+    PolicyOptions options = rig.Options();
+    change(options);
+    const absl::Status status = NewCloPolicy(options).status();
+    CHECK(absl::IsInvalidArgument(status));
+    CHECK_THAT(std::string(status.message()), Catch::Matchers::Contains(what));
+  };
+  refused("budget_tokens: policy", [](PolicyOptions& o) { o.budget_tokens = kRing + kSink - 1; });
+  refused("clo_budget_divisor: ", [](PolicyOptions& o) { o.clo.budget_divisor = -1; });
+  refused("clo_similarity: ", [](PolicyOptions& o) { o.clo.similarity = 1.5f; });
+  refused("clo_similarity: ",
+          [](PolicyOptions& o) { o.clo.similarity = std::numeric_limits<float>::quiet_NaN(); });
+  refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 100; });
+  refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 288; });
+}
+
+}  // namespace
+}  // namespace sluice
