@@ -56,7 +56,8 @@ MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
     const PolicyStatistics::Layer none;
     const PolicyStatistics::Layer& of =
         at < statistics.layers.size() ? statistics.layers[at] : none;
-    if (of.steps == 0 || of.selected == 0) {  // The layer is dense.
+    const bool looks_up = of.lookups > 0;
+    if (of.steps == 0 || (of.selected == 0 && !looks_up)) {  // The layer is dense.
       sum.hbm += tokens * own;
       continue;
     }
@@ -64,8 +65,19 @@ MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
     const double missing = static_cast<double>(of.missing) / rows * unit;
     const double recalled = static_cast<double>(of.recalled) / rows * unit;
     const double brought = workers ? recalled : std::max(recalled, missing);
-    sum.hbm += static_cast<double>(of.selected) / rows * unit - (workers ? missing : 0) + brought +
-               static_cast<double>(policy.MetadataBytes(static_cast<int64_t>(tokens)));
+    const auto metadata = static_cast<double>(policy.MetadataBytes(static_cast<int64_t>(tokens)));
+    if (looks_up) {
+      // A head attends to what it selected at its last miss, and only heads that miss read
+      // metadata.
+      const double each = of.misses > 0
+                              ? static_cast<double>(of.selected) / static_cast<double>(of.misses)
+                              : std::min(static_cast<double>(policy.exact_tokens()), tokens);
+      const double missed = static_cast<double>(of.misses) / static_cast<double>(of.lookups);
+      sum.hbm += kv.heads * each * unit + brought + missed * metadata;
+    } else {
+      sum.hbm += static_cast<double>(of.selected) / rows * unit - (workers ? missing : 0) +
+                 brought + metadata;
+    }
     sum.to_device += brought;
     sum.dram += brought + (workers ? missing : 0);
     // The queries of layer 0 are the real ones.

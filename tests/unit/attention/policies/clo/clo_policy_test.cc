@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "src/attention/policies/clo/hash_matrix.h"
+#include "src/model/step_traffic.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/policy_rig.h"
 #include "tests/unit/attention/policy_traffic.h"
@@ -408,6 +409,48 @@ TEST_CASE("random hash matrices have orthogonal columns, and bits that tell angl
     }
   }
   CHECK(std::abs(differing / 640.0 - 1.0 / 3) < 0.06);
+}
+
+TEST_CASE("a step reads what its heads keep, and codes of the heads that miss alone") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 0));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 96;
+  const auto policy = MakePolicy(options);
+  ModelConfig config;
+  config.layers = shape.layers;
+  config.heads = shape.heads;
+  config.head_dim = shape.head_dim;
+  config.hidden_size = 100;
+  config.vocab_size = 7;
+  const StepModel model{config, rig.hbm().layout(), 1'000'000};
+  // In each layer a head missed in 4 of 20 lookups, and then selected 100 tokens, 30 of them new.
+  PolicyStatistics statistics;
+  statistics.layers.resize(static_cast<size_t>(shape.layers));
+  for (PolicyStatistics::Layer& layer : statistics.layers) {
+    layer.steps = 10;
+    layer.lookups = 20;
+    layer.misses = 4;
+    layer.selected = 400;
+    layer.missing = layer.recalled = 120;
+  }
+  const double token = 2 * 2 * shape.head_dim;  // K and V of a head, bf16
+  const MemoryTraffic bytes = BytesOfStep(model, *policy, statistics, 2, 500);
+  const double own = shape.kv_heads * token, brought = 12 * token;
+  const double codes = 0.2 * static_cast<double>(policy->MetadataBytes(500));
+  const double shared = 1'000'000 - 7 * 100 * 2 + 2 * (2.0 * 100 * shape.heads * shape.head_dim);
+  CHECK(policy->MetadataBytes(500) == 500 * shape.kv_heads * 34);
+  CHECK(bytes.hbm ==
+        Approx(shared + 2 * shape.layers * (own + shape.kv_heads * 100 * token + brought + codes)));
+  CHECK(bytes.to_device == Approx(2 * shape.layers * brought));
+  // Where nothing missed, it is what has a place.
+  for (PolicyStatistics::Layer& layer : statistics.layers) {
+    layer.misses = layer.selected = layer.missing = layer.recalled = 0;
+  }
+  CHECK(BytesOfStep(model, *policy, statistics, 2, 500).hbm ==
+        Approx(shared +
+               2 * shape.layers *
+                   (own + shape.kv_heads * static_cast<double>(policy->exact_tokens()) * token)));
 }
 
 TEST_CASE("clo: options out of range are refused by name") {
