@@ -48,7 +48,7 @@ struct HashQueriesParams {
 // of key t, summed over the group. The factor is exact, and the product is one float32 rounding.
 // (HATA's score is that over the number of bits, which does not change an order.)
 // scores[l][positions[r]] is -inf, and that row of `codes` is not read: a layer's newest key is not
-// known yet when its queries are predicted. Of a list that is not wanted nothing is written.
+// known yet when its queries are predicted. Nothing is written for a list that is not wanted.
 struct HashScoresParams {
   const int32_t* q_codes;  // [rows][heads][codes.dim]
   const int32_t* wanted;   // [lists] 0: the list is not wanted; null: every list is

@@ -30,7 +30,7 @@ class TokenFetch {
 
   // Returns the lists that the policy fills before Bring.
   kernels::UnitLists selected() const { return Lists(selected_, selected_counts_); }
-  // Returns the maximum number of tokens that have a place in HBM: a sequence of as many is exact.
+  // Returns the maximum number of tokens of a sequence that have a place in HBM, for each KV head.
   int32_t most_resident() const { return most_resident_; }
   SelectionCounters& counters() const { return *counters_; }
 
@@ -44,7 +44,7 @@ class TokenFetch {
               kernels::DType out_type);
 
  private:
-  // What a layer needs from Bring to Attend. The Bring of the next layer comes between the two.
+  // The lists of a layer from Bring to Attend. The Bring of the next layer comes between the two.
   struct Chosen {
     Buffer units, places, counts;              // int32 [lists][resident] twice, [lists]
     Buffer source_units, target_units, moves;  // int32 [lists][selected] twice, [lists]

@@ -67,8 +67,8 @@ class CloPolicy : public OffloadPolicy {
     return (tier().options().ring_blocks + tier().options().recall_blocks) * tier().block_tokens();
   }
 
-  // What leaves the ring stays in HBM while a place is free. Otherwise it waits for its head's next
-  // miss, so that a set stays as it was selected.
+  // A token that leaves the ring stays in HBM while a place is free. Otherwise it waits for its
+  // head's next miss, so that a set stays as it was selected.
   void Settle(Stream& stream, int layer, const Queries& rows) override {
     ExtendCodes(stream, layer, tier().Ring(layer), rows.slots, nullptr, rows.positions, rows.rows);
     Retain(stream, layer, rows, /*only_free=*/true);
@@ -86,7 +86,7 @@ class CloPolicy : public OffloadPolicy {
   }
 
  private:
-  // What all sequences share, and what they have by slot.
+  // Tables that all sequences share, tables by slot, and scratch of one Ahead.
   struct Tables {
     Buffer hash;                    // float [layers][kv_heads][head_dim][bits]
     Buffer importance, thresholds;  // float [heads], [kv_heads]
@@ -115,8 +115,8 @@ class CloPolicy : public OffloadPolicy {
   int32_t* labelled(int layer) const {
     return tables_.labelled.as<int32_t>() + int64_t{layer} * options().slots * hash_.kv_heads;
   }
-  // Returns the maximum share of a row's tokens that a head selects, as a divisor; 0: the budget
-  // alone counts.
+  // Returns the divisor of a row's tokens that gives how many a head selects, where that is more
+  // than the budget; 0: the budget alone counts.
   int32_t divisor() const { return options().clo.budget_divisor; }
 
   // Extends codes and lengths by positions [first, position] of each row.
