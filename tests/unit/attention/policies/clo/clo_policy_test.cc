@@ -92,7 +92,7 @@ class NaiveHead {
     for (const Place& place : places_) {
       if (place.unit >= 0) attended.insert(place.unit);
     }
-    // What leaves the ring takes a free place.
+    // The token that leaves the ring takes a free place.
     const int leaving = position + 1 - kRing;
     const bool there = std::ranges::any_of(places_, [&](auto& p) { return p.unit == leaving; });
     const auto free = std::ranges::find_if(places_, [](auto& p) { return p.unit < 0; });
