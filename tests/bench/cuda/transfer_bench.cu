@@ -1,11 +1,13 @@
 // Times gather and scatter between pinned DRAM and HBM at the shapes of the offloading policies,
 // beside the copy engine; and pages of a sequence that leaves HBM and comes back.
 //
-//   sluice-transfer-bench [POOL_GIB [workers | reach]]
+//   sluice-transfer-bench [POOL_GIB [workers | reach | rows]]
 //
 // With `workers` it measures only the rates that few thread blocks reach with rows of 656 B. With
 // `reach` it measures how these depend on the memory that a replay visits, and whether it helps
-// that a layer's pages were visited shortly before.
+// that a layer's pages were visited shortly before. With `rows` it measures how they depend on the
+// bytes of a row: K or V of a token and KV head apart (256 B at a head_dim of 128), together
+// (512 B), and longer ones.
 //
 // ESS: sequences lie POOL / sequences apart, rows of 656 B of one layer of 32,768 tokens lie
 // together, and a sequence's misses are sorted. Each graph replay moves eight layers, one after
@@ -444,6 +446,23 @@ void PrintReach(int64_t misses, const PinnedPool& pool, cudaStream_t stream) {
   }
 }
 
+// Gathers rows of one size: ten sequences of 65,536 tokens and 8 KV heads, a list each, which have
+// `rows` rows to fetch in every layer.
+void PrintRows(int64_t row_bytes, int64_t rows, const PinnedPool& pool, cudaStream_t stream) {
+  constexpr int kLists = 80;
+  constexpr int64_t kHomeBytes = int64_t{65536} * 512;
+  const Shape shape{"", row_bytes, kLists, rows, kHomeBytes / row_bytes, 2 * rows};
+  Case c(shape, pool, stream);
+  std::printf("%5d B, %d x %4d, %6.2f MB%s:", static_cast<int>(row_bytes), kLists,
+              static_cast<int>(rows), c.bytes() * 1e-6, c.Verify() ? "" : ", WRONG BYTES");
+  for (const int blocks : {2, 4, 8, 16, 32, 0}) {
+    const Times t = c.Time(true, blocks);
+    std::printf(" %3d blocks %.1f GB/s (%.1f-%.1f)", blocks, c.bytes() / t.median * 1e-9,
+                c.bytes() / t.high * 1e-9, c.bytes() / t.low * 1e-9);
+  }
+  std::printf("\n");
+}
+
 // Copies as CudaStream::CopyBatch does.
 void CopyByBatches(const CopyPiece* pieces, int64_t count, cudaStream_t stream) {
   constexpr int64_t kBatch = 4096;
@@ -549,6 +568,12 @@ int Main(int argc, char** argv) {
   PrintCopyEngine(pool, stream);
   if (argc > 2 && std::strcmp(argv[2], "reach") == 0) {
     for (const int64_t misses : {80, 200, 600}) PrintReach(misses, pool, stream);
+    return 0;
+  }
+  if (argc > 2 && std::strcmp(argv[2], "rows") == 0) {
+    for (const int64_t row_bytes : {256, 512, 656, 1024, 2048, 4096}) {
+      for (const int64_t rows : {16, 64, 256, 655}) PrintRows(row_bytes, rows, pool, stream);
+    }
     return 0;
   }
   Reader reader;
