@@ -11,8 +11,9 @@
 namespace sluice::offload_tiers {
 namespace {
 
-const Shape kShapes[] = {{1, 2, 3, kBlock}, {0, 1, 0, kBlock}, {2, 3, 5, 1},
-                         {1, 1, 2, 1},      {4, 2, 2, kBlock}, {0, 100, 4, kBlock}};
+const Shape kShapes[] = {{1, 2, 3, kBlock}, {0, 1, 0, kBlock},   {2, 3, 5, 1},
+                         {1, 1, 2, 1},      {4, 2, 2, kBlock},   {0, 100, 4, kBlock},
+                         {1, 1, 1, 1, 3},   {0, 2, 1, kBlock, 2}};
 
 // Returns the pages of a slot, by use: no page has two uses.
 std::multiset<int32_t> PagesOf(Tiers& t, int slot, int64_t total) {
@@ -215,6 +216,18 @@ void Traffic(const std::string& kernels) {
 SLUICE_TEST_ON_CPU_AND_GPU(
     "whatever comes and goes, each sequence has its own bytes and its own pages", Traffic)
 
+TEST_CASE("a long sequence has places for a share of its tokens") {
+  Tiers t({1, 2, 3, kBlock, 4});
+  t.Create();
+  // Blocks: 2 of the ring, and 3, or those of a quarter of the tokens; never more than there are.
+  CHECK(t.tier->PlacesOf(kBlock) == 1);
+  CHECK(t.tier->PlacesOf(6 * kBlock) == 5);
+  CHECK(t.tier->PlacesOf(12 * kBlock + 3) == 5);
+  CHECK(t.tier->PlacesOf(12 * kBlock + 4) == 6);
+  CHECK(t.tier->FootprintOf(8, 12 * kBlock + 4).hbm_tokens.most() >=
+        t.tier->FootprintOf(8, 12 * kBlock + 3).hbm_tokens.most());
+}
+
 TEST_CASE("an option out of range is refused by its name") {
   const auto message = [](const Shape& shape, int dim = 2 * kDim) {
     Tiers t(shape);
@@ -226,6 +239,7 @@ TEST_CASE("an option out of range is refused by its name") {
   CHECK(message({5, 2, 3, kBlock}) == "dense_layers: expected 0 to the model's 4, found 5");
   CHECK(message({1, 0, 3, kBlock}) == "ring_blocks: expected at least 1, found 0");
   CHECK(message({1, 1, -1, kBlock}) == "recall_blocks: expected 0 or more, found -1");
+  CHECK(message({1, 1, 1, kBlock, -2}) == "recall_divisor: expected 0 or more, found -2");
   CHECK(message({1, 1, 1, 3}) == "unit_tokens: expected 1 or a block's 16, found 3");
   CHECK(message({}, 4096).find("the rows of digests, residency") != std::string::npos);
 }
