@@ -12,7 +12,7 @@ namespace {
 // Expected statistics are of so many rows, so that the counts, which are whole, keep fractions.
 constexpr int64_t kRows = 1000;
 
-// The shares below were measured at 64K tokens (policies/measured.md). Scout's controller keeps the
+// The shares below were measured at 64K tokens (policies/speed.md). Scout's controller keeps the
 // CPU's mean share at 0.6 of its limit, recalls a layer every 3.4 steps and then brings as much as
 // the limit; a row of recall fetches 3.1 % of what it selects.
 constexpr double kScoutOfLimit = 0.6;

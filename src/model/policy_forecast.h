@@ -15,7 +15,7 @@ namespace sluice {
 // Returns what a decode row of a sequence of `tokens` tokens is expected to select and to miss in
 // HBM, in every layer; empty for policy full. A profile that `options` has from sluice-profile says
 // how often scout recalls and what ess misses. Without one the shares are those that were measured
-// with the topic-drift workload (src/attention/policies/measured.md). A sequence that fits its
+// with the topic-drift workload (src/attention/policies/speed.md). A sequence that fits its
 // budget misses nothing.
 PolicyStatistics ExpectedStatistics(const PolicyOptions& options, const CacheLayout& layout,
                                     double tokens);

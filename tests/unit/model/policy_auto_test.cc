@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kGB = 1e9;
 
-// What an H200 and its host were measured at (policies/measured.md).
+// What an H200 and its host were measured at (policies/speed.md).
 DeviceRates Rates() {
   DeviceRates rates;
   rates.memory = {4290 * kGB, 55 * kGB, 55 * kGB, 116 * kGB};
@@ -67,7 +67,7 @@ TEST_CASE("forecasts are near the steps that an H200 was measured at") {
     double hbm_gb, dram_gb, step_ms;
   };
   // Qwen3-14B's geometry, 64K at batch 2, 10, 2 and 6, 8K at batch 8, and 64K at batch 8: bytes by
-  // the formulas of step_traffic.h, times of policies/measured.md.
+  // the formulas of step_traffic.h, times of policies/speed.md.
   for (const Measured& m : {Measured{"full", 49.5, 0, 13.6}, Measured{"scout", 37.3, 0.2, 12.27},
                             Measured{"scout", 31.5, 0.04, 9.61}, Measured{"recall", 48.2, 0, 22.5},
                             Measured{"full", 38.7, 0, 10.4}, Measured{"recall", 54.3, 0, 26.7}}) {

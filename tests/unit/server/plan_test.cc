@@ -274,7 +274,7 @@ TEST_CASE("policy auto plans its candidates, and the plan is of the one that it 
 }
 
 TEST_CASE("the forecasts of a plan are near what an H200 was measured at") {
-  // policies/measured.md: Qwen3-14B's geometry at 64K, a cap of two whole sequences.
+  // policies/speed.md: Qwen3-14B's geometry at 64K, a cap of two whole sequences.
   Config config = TinyNode();
   config.set_model(SLUICE_SOURCE_DIR "/configs/models/qwen3-14b");
   config.set_load_format("dummy");
