@@ -5,7 +5,7 @@
 // tokens of 8 KV heads of 128: 2.4 ms at 55 GB/s), and an eighth of it to HBM. The arithmetic, 17 G
 // fused products a layer at 256 bits, takes two reads of shared memory for four of them: 1.2 ms on
 // 132 multiprocessors at 1.75 GHz, so the link is the floor. A step's queries read the hash
-// matrices once for every eight of them: 1 MB for 8 KV heads, from L2.
+// matrices once for every sixteen of them: 1 MB for 8 KV heads, from L2.
 //
 // A block has a KV head and 64 bits of its hash matrix, in shared memory, and takes tiles of
 // vectors. A thread has a bit and a quarter of the tile.

@@ -1,5 +1,6 @@
 #include "src/attention/offload/token_fetch.h"
 
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -39,6 +40,8 @@ absl::Status TokenFetch::Allocate() {
   const BufferAllocator lists_of_tokens(options_.device,
                                         absl::StrCat("lists of tokens of ", options_.name));
   const BufferAllocator results(options_.device, absl::StrCat("results of ", options_.name));
+  SLUICE_RETURN_IF_ERROR(BufferAllocator(options_.device, absl::StrCat("scores of ", options_.name))
+                             .Words(MemoryKind::kDevice, lists * options_.max_context, &scores_));
   for (Buffer* units : {&selected_, &missing_, &chosen_[0].source_units, &chosen_[0].target_units,
                         &chosen_[1].source_units, &chosen_[1].target_units}) {
     SLUICE_RETURN_IF_ERROR(
@@ -62,6 +65,23 @@ absl::Status TokenFetch::Allocate() {
   SLUICE_ASSIGN_OR_RETURN(counters_, SelectionCounters::Create(options_.device, options_.slots,
                                                                options_.hbm->layout()));
   return absl::OkStatus();
+}
+
+kernels::TopKParams TokenFetch::Selection(const Queries& predicted) const {
+  kernels::TopKParams params{};
+  params.scores = scores();
+  params.score_stride = options_.max_context;
+  params.slots = predicted.slots;
+  params.positions = predicted.positions;
+  params.selected = selected();
+  params.rows = predicted.rows;
+  params.kv_heads = static_cast<int32_t>(kv_heads_);
+  params.unit_tokens = kUnitTokens;
+  params.k = most_selected_;
+  // Tokens in the ring are in HBM anyway, so attending to them costs no fetch.
+  params.last_units = static_cast<int32_t>(tier_->options().ring_blocks * tier_->block_tokens());
+  params.margin = std::numeric_limits<float>::infinity();
+  return params;
 }
 
 void TokenFetch::Bring(Stream& stream, Stream& fetches, int layer, const Queries& predicted,

@@ -1,6 +1,6 @@
 // Tokens that a layer selects one layer ahead of time, and their way to HBM: the shared part of the
-// policies that fetch single tokens (recall, clo). A policy fills selected() by TopK and calls
-// Bring; when the layer's turn has come, Attend attends to what has a place in HBM by then.
+// policies that fetch single tokens (recall, clo). A policy scores tokens, selects by TopK and
+// calls Bring; when the layer's turn has come, Attend attends to what has a place in HBM by then.
 //
 // It is called while a step is enqueued, on the engine's thread.
 #pragma once
@@ -28,8 +28,11 @@ class TokenFetch {
                                                             OffloadTier* tier,
                                                             int64_t most_selected);
 
-  // Returns the lists that the policy fills before Bring.
-  kernels::UnitLists selected() const { return Lists(selected_, selected_counts_); }
+  // Returns where the policy's operators put the scores of a row's tokens: [lists][max_context].
+  float* scores() const { return scores_.as<float>(); }
+  // Returns the call of TopK that selects by scores() before Bring: `most_selected` tokens, the
+  // ring's among them, and no margin. The policy may change it.
+  kernels::TopKParams Selection(const Queries& predicted) const;
   // Returns the maximum number of tokens of a sequence that have a place in HBM, for each KV head.
   int32_t most_resident() const { return most_resident_; }
   SelectionCounters& counters() const { return *counters_; }
@@ -59,6 +62,7 @@ class TokenFetch {
   kernels::UnitLists Attended(const Chosen& chosen) const {
     return {chosen.units.as<int32_t>(), chosen.counts.as<int32_t>(), most_resident_};
   }
+  kernels::UnitLists selected() const { return Lists(selected_, selected_counts_); }
   kernels::UnitLists missing() const { return Lists(missing_, missing_counts_); }
   void Split(Stream& stream, int layer, const Queries& predicted, bool forget, bool whole);
   void GivePlaces(Stream& stream, int layer, const Queries& predicted);
@@ -69,6 +73,7 @@ class TokenFetch {
   KernelSet& kernels_;
   const int64_t kv_heads_, head_dim_;
   const int32_t most_selected_, most_resident_;
+  Buffer scores_;                      // float [lists][max_context]
   Buffer selected_, selected_counts_;  // int32 [lists][most_selected], [lists]
   Buffer missing_, missing_counts_;    // the same
   Buffer since_, due_;                 // int32 [layers][slots], [rows]

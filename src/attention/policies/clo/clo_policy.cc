@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -95,7 +94,6 @@ class CloPolicy : public OffloadPolicy {
     Buffer no_labels;               // int32 [kv_heads] of -1, pinned
     Buffer missed;                  // int32 [lists]
     Buffer q_codes;                 // int32 [rows][heads][words]
-    Buffer scores;                  // float [lists][max_context]
   };
 
   CloPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
@@ -171,7 +169,7 @@ class CloPolicy : public OffloadPolicy {
     params.positions = predicted.positions;
     params.codes = tier().Array(layer, kCodes);
     params.lengths = tier().Array(layer, kLengths);
-    params.scores = tables_.scores.as<float>();
+    params.scores = fetch_->scores();
     params.score_stride = options().max_context;
     params.rows = predicted.rows;
     params.heads = predicted.heads;
@@ -179,20 +177,10 @@ class CloPolicy : public OffloadPolicy {
   }
 
   void Select(Stream& stream, const Queries& predicted) {
-    kernels::TopKParams params{};
-    params.scores = tables_.scores.as<float>();
-    params.score_stride = options().max_context;
-    params.slots = predicted.slots;
-    params.positions = predicted.positions;
-    params.selected = fetch_->selected();
-    params.rows = predicted.rows;
-    params.kv_heads = kv_heads();
-    params.unit_tokens = kUnitTokens;
+    kernels::TopKParams params = fetch_->Selection(predicted);
     params.k = options().budget_tokens;
     params.k_divisor = divisor();
     params.first_units = kSinkTokens;
-    params.last_units = static_cast<int32_t>(tier().options().ring_blocks * tier().block_tokens());
-    params.margin = std::numeric_limits<float>::infinity();
     params.wanted = tables_.missed.as<int32_t>();
     kernels().TopK(stream, params);
   }
@@ -227,7 +215,6 @@ absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& opti
   SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, lists, &t.missed));
   SLUICE_RETURN_IF_ERROR(
       tables.Words(MemoryKind::kDevice, rows * options.heads * hash.bits / 32, &t.q_codes));
-  SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, lists * options.max_context, &t.scores));
   return t;
 }
 

@@ -1,6 +1,6 @@
 // Policy `clo`, after CLO (CPU-light KV cache offloading): each KV head keeps the tokens that it
 // selected, and selects anew only when its queries have turned away from those for which it did.
-// What it selects then is fetched to HBM while the layer before runs. Hash codes of the keys (HATA)
+// The tokens that it selects then are fetched to HBM while the layer before runs. Hash codes (HATA)
 // select.
 #pragma once
 

@@ -83,13 +83,11 @@ class RecallPolicy : public OffloadPolicy {
 
  private:
   RecallPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
-               const ProjectionShape& shape, std::unique_ptr<TokenFetch> fetch, Buffer projection,
-               Buffer scores)
+               const ProjectionShape& shape, std::unique_ptr<TokenFetch> fetch, Buffer projection)
       : OffloadPolicy(options, std::move(tier), std::move(written)),
         shape_(shape),
         fetch_(std::move(fetch)),
-        projection_(std::move(projection)),
-        scores_(std::move(scores)) {}
+        projection_(std::move(projection)) {}
 
   int layers() const { return options().hbm->layout().layers; }
   const float* Projection(int layer) const {
@@ -119,7 +117,7 @@ class RecallPolicy : public OffloadPolicy {
     params.positions = predicted.positions;
     params.projection = Projection(layer);
     params.partial = tier().Array(layer, kPartialKeys);
-    params.scores = scores_.as<float>();
+    params.scores = fetch_->scores();
     params.score_stride = options().max_context;
     params.rows = predicted.rows;
     params.heads = predicted.heads;
@@ -138,18 +136,7 @@ class RecallPolicy : public OffloadPolicy {
   }
 
   void Select(Stream& stream, int layer, const Queries& predicted) {
-    kernels::TopKParams params{};
-    params.scores = scores_.as<float>();
-    params.score_stride = options().max_context;
-    params.slots = predicted.slots;
-    params.positions = predicted.positions;
-    params.selected = fetch_->selected();
-    params.rows = predicted.rows;
-    params.kv_heads = kv().heads;
-    params.unit_tokens = kUnitTokens;
-    params.k = params.selected.capacity;
-    // Tokens in the ring are in HBM anyway, so attending to them costs no fetch.
-    params.last_units = static_cast<int32_t>(kRingBlocks * tier().block_tokens());
+    kernels::TopKParams params = fetch_->Selection(predicted);
     params.margin = Margin(layer);
     kernels().TopK(stream, params);
   }
@@ -157,7 +144,6 @@ class RecallPolicy : public OffloadPolicy {
   const ProjectionShape shape_;
   const std::unique_ptr<TokenFetch> fetch_;
   const Buffer projection_;  // float [layers][kv_heads][head_dim][rank]
-  const Buffer scores_;      // float [lists][max_context]
 };
 
 }  // namespace
@@ -207,19 +193,14 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> RecallPolicy::Create(
       TokenFetch::Create(options, tier.get(),
                          std::min<int64_t>(options.budget_tokens,
                                            kv.BlocksFor(options.max_context) * kv.block_tokens)));
-  Buffer scores;
   SLUICE_ASSIGN_OR_RETURN(Buffer projection,
                           Uploaded(options.device,
                                    options.recall.projection.empty() ? PlainProjection(shape)
                                                                      : options.recall.projection,
                                    "recall's projection"));
-  SLUICE_RETURN_IF_ERROR(BufferAllocator(options.device, "recall's scores")
-                             .Words(MemoryKind::kDevice,
-                                    MaxDecodeRows(options) * shape.kv_heads * options.max_context,
-                                    &scores));
   return std::unique_ptr<AttentionPolicy>(
       new RecallPolicy(options, std::move(tier), std::move(written), shape, std::move(fetch),
-                       std::move(projection), std::move(scores)));
+                       std::move(projection)));
 }
 
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewRecallPolicy(const PolicyOptions& options) {
