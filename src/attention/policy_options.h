@@ -113,6 +113,13 @@ struct PolicyOptions {
     bool drift = true;
     int hash_bits = 256;
     uint64_t seed = 1;  // of the random hash matrices
+    // From sluice-profile. `hash` is [layers][kv_heads][head_dim][hash_bits]; empty: random
+    // directions. `importance` is [layers][heads], s of equation 10; empty: 1. `thresholds` is
+    // [layers][kv_heads] and takes the place of `similarity`; empty: none.
+    std::vector<float> hash, importance, thresholds;
+    // [layers][kv_heads] Not 0: the head's whole cache lies in HBM, and it selects in every step.
+    // Empty: no head is persistent.
+    std::vector<uint8_t> persistent;
   } clo;
 
   struct Hgca {

@@ -88,7 +88,7 @@ class CloPolicy : public OffloadPolicy {
   // Tables that all sequences share, tables by slot, and scratch of one Ahead.
   struct Tables {
     Buffer hash;                    // float [layers][kv_heads][head_dim][bits]
-    Buffer importance, thresholds;  // float [heads], [kv_heads]
+    Buffer importance, thresholds;  // float [layers][heads], [layers][kv_heads]
     Buffer labels;                  // float [layers][slots][heads][head_dim]
     Buffer labelled;                // int32 [layers][slots][kv_heads]
     Buffer no_labels;               // int32 [kv_heads] of -1, pinned
@@ -138,8 +138,8 @@ class CloPolicy : public OffloadPolicy {
     params.q_stride = predicted.stride;
     params.slots = predicted.slots;
     params.positions = predicted.positions;
-    params.importance = tables_.importance.as<float>();
-    params.thresholds = tables_.thresholds.as<float>();
+    params.importance = tables_.importance.as<float>() + int64_t{layer} * predicted.heads;
+    params.thresholds = tables_.thresholds.as<float>() + layer * hash_.kv_heads;
     params.labels = tables_.labels.as<float>() +
                     int64_t{layer} * options().slots * predicted.heads * hash_.head_dim;
     params.labelled = labelled(layer);
@@ -196,16 +196,21 @@ absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& opti
   const int64_t rows = MaxDecodeRows(options), lists = rows * hash.kv_heads;
   const int64_t slots = hash.layers * options.slots;
   Tables t;
+  const PolicyOptions::Clo& clo = options.clo;
+  const auto or_default = [](const std::vector<float>& values, int64_t count, float value) {
+    return values.empty() ? std::vector<float>(static_cast<size_t>(count), value) : values;
+  };
   SLUICE_ASSIGN_OR_RETURN(
-      t.hash, Uploaded(options.device, RandomHash(hash, options.clo.seed), "clo's hash matrices"));
+      t.hash, Uploaded(options.device, clo.hash.empty() ? RandomHash(hash, clo.seed) : clo.hash,
+                       "clo's hash matrices"));
   SLUICE_ASSIGN_OR_RETURN(
       t.importance,
-      Uploaded(options.device, std::vector<float>(static_cast<size_t>(options.heads), 1.0f),
+      Uploaded(options.device, or_default(clo.importance, hash.layers * options.heads, 1.0f),
                "clo's importance of heads"));
   SLUICE_ASSIGN_OR_RETURN(
       t.thresholds,
       Uploaded(options.device,
-               std::vector<float>(static_cast<size_t>(hash.kv_heads), options.clo.similarity),
+               or_default(clo.thresholds, hash.layers * hash.kv_heads, clo.similarity),
                "clo's thresholds"));
   SLUICE_RETURN_IF_ERROR(
       tables.Words(MemoryKind::kDevice, slots * options.heads * hash.head_dim, &t.labels));
@@ -224,8 +229,21 @@ absl::Status OutOfRange(const PolicyOptions& options, const char* field,
       absl::StrCat(field, ": policy ", options.name, " expected ", expected, ", found ", found));
 }
 
-absl::Status Check(const PolicyOptions& options, int64_t ring) {
+absl::Status CheckCount(const PolicyOptions& options, const char* field, size_t found,
+                        int64_t expected) {
+  if (found == 0 || found == static_cast<size_t>(expected)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(field, ": policy ", options.name, " expected ",
+                                                 expected, " numbers or none, found ", found));
+}
+
+absl::Status Check(const PolicyOptions& options, const HashShape& hash, int64_t ring) {
   const PolicyOptions::Clo& clo = options.clo;
+  const int64_t lists = hash.layers * hash.kv_heads;
+  SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.hash", clo.hash.size(), hash.elements()));
+  SLUICE_RETURN_IF_ERROR(
+      CheckCount(options, "clo.importance", clo.importance.size(), hash.layers * options.heads));
+  SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.thresholds", clo.thresholds.size(), lists));
+  SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.persistent", clo.persistent.size(), lists));
   if (options.budget_tokens < ring + kSinkTokens) {
     return OutOfRange(
         options, "budget_tokens",
@@ -250,12 +268,12 @@ absl::Status Check(const PolicyOptions& options, int64_t ring) {
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyOptions& options) {
   const CacheLayout& layout = options.hbm->layout();
   const CacheKind& kv = layout.kinds[0];
-  SLUICE_RETURN_IF_ERROR(Check(options, int64_t{RingBlocks(kv)} * kv.block_tokens));
   HashShape hash;
   hash.layers = layout.layers;
   hash.kv_heads = kv.heads;
   hash.head_dim = kv.part_bytes[0] / SizeOf(kv.element_type);
   hash.bits = options.clo.hash_bits;
+  SLUICE_RETURN_IF_ERROR(Check(options, hash, int64_t{RingBlocks(kv)} * kv.block_tokens));
   OffloadTierOptions tier_options;
   tier_options.device = options.device;
   tier_options.hbm = options.hbm;
