@@ -152,7 +152,26 @@ struct PagedCache {
   // If > 0, the table is a ring: block b is its entry b % ring_blocks. Only RopeAppend, Digest,
   // PartialKeys and SparseAttention take a ring.
   int32_t ring_blocks = 0;
+  // [kv_heads], or null. If not null, every KV head has a table of its own, which begins at entry
+  // head_tables[head] of a slot's table, and its entries are numbers of blocks of one head, counted
+  // from `base`. Only RopeAppend, HashKeys, SparseAttention, Recall (as its target) and Retain take
+  // such a cache.
+  const int32_t* head_tables = nullptr;
 };
+
+// Return where the block lies that entry `entry` of a slot's table means for a head: its number,
+// counted from `base` in blocks of one head, and its offset from `base` in bytes.
+constexpr int64_t HeadBlock(const PagedCache& c, int64_t slot, int64_t entry, int64_t head) {
+  const int32_t* const table = c.block_table + slot * c.table_stride;
+  if (c.head_tables != nullptr) return table[c.head_tables[head] + entry];
+  return int64_t{table[entry]} * c.kv_heads + head;
+}
+constexpr int64_t HeadBlockOffset(const PagedCache& c, int64_t slot, int64_t entry, int64_t head) {
+  const int32_t* const table = c.block_table + slot * c.table_stride;
+  const int64_t bytes = int64_t{2} * c.block_tokens * c.head_dim * SizeOf(c.type);
+  if (c.head_tables != nullptr) return table[c.head_tables[head] + entry] * bytes;
+  return table[entry] * c.page_bytes + head * bytes;
+}
 
 // Does the following for every row: applies an optional RMSNorm to each q and k head (Qwen3),
 // applies RoPE to them (half-split pairs: element i with element i + head_dim/2), stores q back in

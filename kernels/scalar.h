@@ -57,9 +57,7 @@ constexpr int64_t WeightIndex(const WeightMatrix& w, int64_t row, int64_t column
 constexpr int64_t KeyIndex(const PagedCache& c, int64_t slot, int64_t token, int64_t head) {
   int64_t block = token / c.block_tokens;
   if (c.ring_blocks > 0) block %= c.ring_blocks;
-  const int64_t page = c.block_table[slot * c.table_stride + block];
-  const int64_t block_elements = 2 * int64_t{c.block_tokens} * c.head_dim;
-  return page * (c.page_bytes / (c.type == DType::kFloat32 ? 4 : 2)) + head * block_elements +
+  return HeadBlockOffset(c, slot, block, head) / SizeOf(c.type) +
          token % c.block_tokens * c.head_dim;
 }
 

@@ -238,12 +238,17 @@ struct ResidencyTable {
   PagedRows places;
   int32_t ring;
   int32_t count;  // rows of `places`
+  // [kv_heads], or null: no head is persistent. If not 0, every unit of the head has a place: unit
+  // u has the place ring + u once it has left the ring, and the tables have nothing of the head.
+  const int32_t* persistent = nullptr;
 };
 inline constexpr int32_t kNoPlace = -2;
 
 // Splits each list into the units that have a place and those that have none, and stamps the places
 // of selected units with positions[r]. With `forget` every place but the ring's is taken back
-// first, in both tables, so that only the ring is resident.
+// first, in both tables, so that only the ring is resident. A list that is not wanted misses
+// nothing, and the rest of it is left as it is. Places of persistent heads are not stamped, not
+// taken back, and not listed by `whole`.
 struct SplitParams {
   ResidencyTable residency;
   const int32_t* slots;
@@ -259,6 +264,10 @@ struct SplitParams {
   int32_t unit_tokens;
   bool whole;
   bool forget = false;
+  const int32_t* wanted = nullptr;  // [lists] 0: the list is not wanted; null: every list is
+  // With `whole`, and units of one token: the resident units come in the order of their places, so
+  // that the table of all units is not looked through.
+  bool by_place = false;
 };
 
 // Counters of one slot and layer, over all the sequences that the slot has had.
@@ -322,8 +331,8 @@ struct RecallParams {
 // ring is the new unit's. If u >= 0 and u has no place behind the ring, it is given one by the rule
 // of Recall: a free one, else that of the unit selected longest ago, never one that was stamped
 // with positions[r], with which the new place is stamped. With `only_free` it is given a free place
-// or none. Its K and V are copied from its place in the ring to the new one. Where no place is to
-// be given, nothing changes.
+// or none. In a persistent head its place is always ring + u. Its K and V are copied from its place
+// in the ring to the new one. Where no place is to be given, nothing changes.
 struct RetainParams {
   ResidencyTable residency;
   const int32_t* slots;

@@ -15,10 +15,14 @@ int32_t* TableRow(const PagedRows& rows, int64_t slot, int64_t row, int64_t head
                                     RowOffset(rows, slot, row, head));
 }
 
+bool IsPersistent(const ResidencyTable& t, int64_t head) {
+  return t.persistent != nullptr && t.persistent[head] != 0;
+}
+
 // Returns the place of a unit, or -1, from the tables and the ring.
 int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int32_t newest, int32_t unit) {
   if (newest - unit < t.ring) return unit % t.ring;
-  return *TableRow(t.place_of, slot, unit, head);
+  return IsPersistent(t, head) ? t.ring + unit : *TableRow(t.place_of, slot, unit, head);
 }
 
 // Adds to one list of `lists`.
@@ -55,9 +59,12 @@ void ForgetPlaces(const ResidencyTable& t, int64_t slot, int64_t head) {
 void SplitList(const SplitParams& p, int64_t list) {
   const ResidencyTable& t = p.residency;
   const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
-  ListWriter resident(p.resident, list), missing(p.missing, list);
+  ListWriter missing(p.missing, list);
+  if (p.wanted != nullptr && p.wanted[list] == 0) return;
+  ListWriter resident(p.resident, list);
   if (slot < 0) return;
-  if (p.forget) ForgetPlaces(t, slot, head);
+  const bool persistent = IsPersistent(t, head), whole = p.whole && !persistent;
+  if (p.forget && !persistent) ForgetPlaces(t, slot, head);
   const int32_t newest = p.positions[r] / p.unit_tokens;
   int32_t* places = p.places + list * p.resident.capacity;
   const int32_t* selected = p.selected.units + list * p.selected.capacity;
@@ -67,10 +74,21 @@ void SplitList(const SplitParams& p, int64_t list) {
       missing.Add(unit);
       continue;
     }
-    if (newest - unit >= t.ring) TableRow(t.places, slot, place, head)[1] = p.positions[r];
-    if (!p.whole) places[resident.Add(unit)] = place;
+    if (newest - unit >= t.ring && !persistent) {
+      TableRow(t.places, slot, place, head)[1] = p.positions[r];
+    }
+    if (!whole) places[resident.Add(unit)] = place;
   }
-  for (int32_t unit = 0; p.whole && unit <= newest; ++unit) {
+  if (!whole) return;
+  if (p.by_place) {
+    for (int32_t place = 0; place < t.count; ++place) {
+      const int32_t unit = place < t.ring ? newest - (newest - place + t.ring) % t.ring
+                                          : TableRow(t.places, slot, place, head)[0];
+      if (unit >= 0) places[resident.Add(unit)] = place;
+    }
+    return;
+  }
+  for (int32_t unit = 0; unit <= newest; ++unit) {
     const int32_t place = PlaceOf(t, slot, head, newest, unit);
     if (place >= 0) places[resident.Add(unit)] = place;
   }
@@ -81,7 +99,7 @@ void SplitList(const SplitParams& p, int64_t list) {
 int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, int64_t tokens) {
   const bool token = tokens == 1;
   const int64_t block = token ? at / c.block_tokens : at;
-  const int64_t piece = int64_t{c.block_table[slot * c.table_stride + block]} * c.kv_heads + head;
+  const int64_t piece = HeadBlock(c, slot, block, head);
   if (!token) return static_cast<int32_t>(piece);
   return static_cast<int32_t>(piece * 2 * c.block_tokens + at % c.block_tokens);
 }
@@ -123,6 +141,19 @@ int32_t RecallList(const RecallParams& p, int64_t list) {
     p.target_units[moves + i] = PieceIndex(p.resident, slot, head, place, p.unit_tokens);
   }
   return heap.count();
+}
+
+// Gives a unit that has no place the one that is to be given next, and returns it; -1: the unit has
+// a place, or none is to be given.
+int32_t TakePlace(const ResidencyTable& t, int64_t slot, int64_t head, int32_t unit,
+                  int32_t position, bool only_free) {
+  if (*TableRow(t.place_of, slot, unit, head) >= 0) return -1;
+  int32_t stamp = 0, place = -1;
+  PlaceHeap heap(&stamp, &place, 1);
+  OfferPlaces(t, slot, head, position, &heap, only_free);
+  if (heap.count() == 0) return -1;
+  Assign(t, slot, head, place, unit, position);
+  return place;
 }
 
 }  // namespace
@@ -192,12 +223,10 @@ void Retain(const RetainParams& p, Worker worker) {
     const int64_t r = list / c.kv_heads, head = list % c.kv_heads, slot = p.slots[r];
     const int32_t next = p.positions[r] + 1, unit = next / p.unit_tokens - t.ring;
     if (slot < 0 || next % p.unit_tokens != 0 || unit < 0) continue;
-    if (*TableRow(t.place_of, slot, unit, head) >= 0) continue;
-    int32_t stamp = 0, place = -1;
-    PlaceHeap heap(&stamp, &place, 1);
-    OfferPlaces(t, slot, head, p.positions[r], &heap, p.only_free);
-    if (heap.count() == 0) continue;
-    Assign(t, slot, head, place, unit, p.positions[r]);
+    const int32_t place = IsPersistent(t, head)
+                              ? t.ring + unit
+                              : TakePlace(t, slot, head, unit, p.positions[r], p.only_free);
+    if (place < 0) continue;
     const auto key = [&](int64_t at) {
       return static_cast<char*>(c.base) +
              KeyIndex(c, slot, at * p.unit_tokens, head) * SizeOf(c.type);

@@ -155,7 +155,7 @@ void LabelLookup(const LabelLookupParams& p, Worker worker) {
     for (int64_t h = 0; h < p.kv_heads; ++h) {
       const int64_t list = r * p.kv_heads + h;
       p.missed[list] = 0;
-      if (slot < 0) continue;
+      if (slot < 0 || (p.wanted != nullptr && p.wanted[list] == 0)) continue;
       const float* q = p.q + r * p.q_stride + h * group * dim;
       float* label = p.labels + (slot * p.kv_heads + h) * group * dim;
       int32_t& labelled = p.labelled[slot * p.kv_heads + h];

@@ -28,10 +28,14 @@ void PutList(const UnitLists& lists, int64_t list, const std::vector<int32_t>& u
   lists.counts[list] = static_cast<int32_t>(units.size());
 }
 
+bool IsPersistent(const ResidencyTable& t, int64_t head) {
+  return t.persistent != nullptr && t.persistent[head] != 0;
+}
+
 // Returns the place of a unit, or -1, from the tables and the ring.
 int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int64_t newest, int32_t unit) {
   if (newest - unit < t.ring) return unit % t.ring;
-  return *TableRow(t.place_of, slot, unit, head);
+  return IsPersistent(t, head) ? t.ring + unit : *TableRow(t.place_of, slot, unit, head);
 }
 
 // Gives `unit` the place of the table that is to be given next, stamps it with `position` and
@@ -59,7 +63,7 @@ int32_t GivePlace(const ResidencyTable& t, int64_t slot, int64_t head, int32_t p
 int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, int64_t tokens) {
   const bool token = tokens == 1;
   const int64_t block = token ? at / c.block_tokens : at;
-  const int64_t piece = int64_t{c.block_table[slot * c.table_stride + block]} * c.kv_heads + head;
+  const int64_t piece = HeadBlock(c, slot, block, head);
   if (!token) return static_cast<int32_t>(piece);
   return static_cast<int32_t>(piece * 2 * c.block_tokens + at % c.block_tokens);
 }
@@ -108,8 +112,13 @@ void Split(const SplitParams& p, Worker worker) {
   for (int64_t list = mine.begin; list < mine.end; ++list) {
     const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
     std::vector<int32_t> resident, missing;
+    if (p.wanted != nullptr && p.wanted[list] == 0) {
+      PutList(p.missing, list, missing);
+      continue;
+    }
+    const bool persistent = IsPersistent(t, head), whole = p.whole && !persistent;
     if (slot >= 0) {
-      for (int32_t place = t.ring; p.forget && place < t.count; ++place) {
+      for (int32_t place = t.ring; p.forget && !persistent && place < t.count; ++place) {
         int32_t& unit = *TableRow(t.places, slot, place, head);
         if (unit < 0) continue;
         *TableRow(t.place_of, slot, unit, head) = -1;
@@ -122,11 +131,18 @@ void Split(const SplitParams& p, Worker worker) {
           missing.push_back(unit);
           continue;
         }
-        if (newest - unit >= t.ring) TableRow(t.places, slot, place, head)[1] = p.positions[r];
-        if (!p.whole) resident.push_back(unit);
+        if (newest - unit >= t.ring && !persistent) {
+          TableRow(t.places, slot, place, head)[1] = p.positions[r];
+        }
+        if (!whole) resident.push_back(unit);
       }
-      for (int32_t unit = 0; p.whole && unit <= newest; ++unit) {
+      for (int32_t unit = 0; whole && unit <= newest; ++unit) {
         if (PlaceOf(t, slot, head, newest, unit) >= 0) resident.push_back(unit);
+      }
+      if (whole && p.by_place) {
+        std::sort(resident.begin(), resident.end(), [&](int32_t a, int32_t b) {
+          return PlaceOf(t, slot, head, newest, a) < PlaceOf(t, slot, head, newest, b);
+        });
       }
       if (std::ssize(resident) > p.resident.capacity) KernelCheckFailed("split: no room");
       for (size_t i = 0; i < resident.size(); ++i) {
@@ -207,8 +223,10 @@ void Retain(const RetainParams& p, Worker worker) {
     const int64_t r = list / c.kv_heads, head = list % c.kv_heads, slot = p.slots[r];
     const int32_t next = p.positions[r] + 1, unit = next / p.unit_tokens - t.ring;
     if (slot < 0 || next % p.unit_tokens != 0 || unit < 0) continue;
-    if (*TableRow(t.place_of, slot, unit, head) >= 0) continue;
-    const int32_t place = GivePlace(t, slot, head, p.positions[r], unit, p.only_free);
+    const bool persistent = IsPersistent(t, head);
+    if (!persistent && *TableRow(t.place_of, slot, unit, head) >= 0) continue;
+    const int32_t place =
+        persistent ? t.ring + unit : GivePlace(t, slot, head, p.positions[r], unit, p.only_free);
     if (place < 0) continue;
     for (int64_t i = 0; i < p.unit_tokens; ++i) {
       const int64_t from = KeyIndex(c, slot, unit % t.ring * p.unit_tokens + i, head);

@@ -117,9 +117,20 @@ struct PolicyOptions {
     // directions. `importance` is [layers][heads], s of equation 10; empty: 1. `thresholds` is
     // [layers][kv_heads] and takes the place of `similarity`; empty: none.
     std::vector<float> hash, importance, thresholds;
-    // [layers][kv_heads] Not 0: the head's whole cache lies in HBM, and it selects in every step.
-    // Empty: no head is persistent.
+    // [layers][kv_heads] Not 0: the head is persistent: its whole cache lies in HBM, and it selects
+    // in every step. Empty: persistent_share says which heads are.
     std::vector<uint8_t> persistent;
+    // The share of the heads that are persistent where no profile says which: layer 0 first, then
+    // others at equal distances.
+    double persistent_share = 0;
+    // The following are for benches alone. kReplace: a head that misses fetches all that it
+    // selected, as published. kDelta: it fetches what is new.
+    enum class Refill { kDelta, kReplace };
+    Refill refill = Refill::kDelta;
+    // The share of a sequence's tokens that have a place for each head; 0: as many as it selects.
+    double resident_share = 0;
+    // False: rows attend to what their head selected last alone, not to all that has a place.
+    bool attend_whole = true;
   } clo;
 
   struct Hgca {

@@ -9,12 +9,13 @@
 
 namespace sluice {
 
-absl::StatusOr<Buffer> Uploaded(Device* device, absl::Span<const float> values,
-                                const std::string& purpose) {
-  const size_t bytes = values.size() * sizeof(float);
+namespace {
+
+absl::StatusOr<Buffer> UploadedBytes(Device* device, const void* values, size_t bytes,
+                                     const std::string& purpose) {
   SLUICE_ASSIGN_OR_RETURN(Buffer target, device->Allocate(MemoryKind::kDevice, bytes, purpose));
   SLUICE_ASSIGN_OR_RETURN(Buffer staged, device->Allocate(MemoryKind::kPinned, bytes, purpose));
-  std::memcpy(staged.data(), values.data(), bytes);
+  std::memcpy(staged.data(), values, bytes);
   const std::unique_ptr<Stream> stream = device->NewStream(Device::StreamKind::kCopy);
   const std::unique_ptr<Event> done = device->NewEvent();
   stream->Copy(target.data(), staged.data(), bytes);
@@ -22,6 +23,17 @@ absl::StatusOr<Buffer> Uploaded(Device* device, absl::Span<const float> values,
   done->Wait();
   SLUICE_RETURN_IF_ERROR(device->Health());
   return target;
+}
+
+}  // namespace
+
+absl::StatusOr<Buffer> Uploaded(Device* device, absl::Span<const float> values,
+                                const std::string& purpose) {
+  return UploadedBytes(device, values.data(), values.size() * sizeof(float), purpose);
+}
+absl::StatusOr<Buffer> Uploaded(Device* device, absl::Span<const int32_t> values,
+                                const std::string& purpose) {
+  return UploadedBytes(device, values.data(), values.size() * sizeof(int32_t), purpose);
 }
 
 BufferAllocator::BufferAllocator(Device* device, std::string purpose)

@@ -20,6 +20,8 @@ struct MirroredBuffer {
 // says what they are.
 absl::StatusOr<Buffer> Uploaded(Device* device, absl::Span<const float> values,
                                 const std::string& purpose);
+absl::StatusOr<Buffer> Uploaded(Device* device, absl::Span<const int32_t> values,
+                                const std::string& purpose);
 
 // Allocates buffers on one device. Sizes are counts of elements; a negative size, or one that does
 // not fit 63 bits, is RESOURCE_EXHAUSTED like a size that the device does not have. Every error

@@ -68,8 +68,10 @@ class Addresses {
       : shape_(shape),
         ring_blocks_(p.cache.ring_blocks),
         capacity_(p.capacity),
-        head_row_(kv_head << (shape.block_shift + 1)),
-        table_(p.cache.block_table + max(slot, 0) * p.cache.table_stride) {
+        page_rows_(p.cache.head_tables == nullptr ? shape.page_rows : 2 << shape.block_shift),
+        head_row_(p.cache.head_tables == nullptr ? kv_head << (shape.block_shift + 1) : 0),
+        table_(p.cache.block_table + max(slot, 0) * p.cache.table_stride +
+               (p.cache.head_tables == nullptr ? 0 : p.cache.head_tables[kv_head])) {
     const int32_t* const places = p.places != nullptr ? p.places : p.units;
     places_ = places == nullptr ? nullptr : places + list * p.capacity;
   }
@@ -82,7 +84,7 @@ class Addresses {
     return place;
   }
 
-  // Returns the page of that place. REQUIRES: v is in a unit of the list.
+  // Returns the page of that place, or its head's block. REQUIRES: v is in a unit of the list.
   __device__ int PageOf(int v, int place) const {
     int block = TokenOf(v, place) >> shape_.block_shift;
     if (ring_blocks_ > 0) block %= ring_blocks_;
@@ -91,8 +93,7 @@ class Addresses {
 
   // Returns the token's row of K, in rows of head_dim elements of the cache.
   __device__ int RowOf(int v, int place, int page) const {
-    return page * shape_.page_rows + head_row_ +
-           (TokenOf(v, place) & ((1 << shape_.block_shift) - 1));
+    return page * page_rows_ + head_row_ + (TokenOf(v, place) & ((1 << shape_.block_shift) - 1));
   }
 
  private:
@@ -103,7 +104,7 @@ class Addresses {
   const ListShape shape_;
   const int ring_blocks_;
   const int capacity_;
-  const int head_row_;
+  const int page_rows_, head_row_;
   const int32_t* const table_;
   const int32_t* places_;
 };

@@ -24,9 +24,8 @@ __device__ __forceinline__ T* RowAt(const PagedRows& r, int slot, int row, int h
 template <typename T>
 __device__ __forceinline__ const T* BlockKeys(const PagedCache& c, int slot, int block, int head) {
   const int entry = c.ring_blocks > 0 ? block % c.ring_blocks : block;
-  const int64_t page = c.block_table[slot * c.table_stride + entry];
-  return reinterpret_cast<const T*>(static_cast<const char*>(c.base) + page * c.page_bytes) +
-         int64_t{2} * head * c.block_tokens * c.head_dim;
+  return reinterpret_cast<const T*>(static_cast<const char*>(c.base) +
+                                    HeadBlockOffset(c, slot, entry, head));
 }
 
 // Returns true if every row begins on a multiple of 16 bytes.

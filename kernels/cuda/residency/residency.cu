@@ -55,7 +55,8 @@ cudaError_t LaunchSplit(const SplitParams& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   // Entries that a block looks through: its list; the places, if they are forgotten or the ring
   // is all; or the table of all units, however many there are.
-  const bool all_units = p.whole && !p.forget && p.residency.count > p.residency.ring;
+  const bool all_units =
+      p.whole && !p.forget && !p.by_place && p.residency.count > p.residency.ring;
   const int64_t entries = all_units             ? kMaxThreads * kListStrip
                           : p.whole || p.forget ? max(p.selected.capacity, p.residency.count)
                                                 : p.selected.capacity;

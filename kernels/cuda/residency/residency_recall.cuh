@@ -56,7 +56,7 @@ __device__ __forceinline__ void SortKeys(uint64_t* keys, int count) {
 __device__ __forceinline__ int32_t PieceIndex(const PagedCache& c, int slot, int head, int at,
                                               bool token) {
   const int block = token ? at / c.block_tokens : at;
-  const int piece = c.block_table[slot * c.table_stride + block] * c.kv_heads + head;
+  const int piece = static_cast<int>(HeadBlock(c, slot, block, head));
   return token ? piece * 2 * c.block_tokens + (at - block * c.block_tokens) : piece;
 }
 

@@ -12,25 +12,18 @@ __device__ __forceinline__ uint64_t PlaceOrder(int unit, int stamp, int place) {
   return (unit < 0 ? 0 : by_stamp) << 31 | static_cast<uint32_t>(place);
 }
 
-// `row_words` is the number of 16-byte words of a token's K, and of its V. `best` has an entry for
-// each warp.
-__device__ __forceinline__ void RetainList(const RetainParams& p, int list, int row_words,
-                                           uint64_t* best) {
-  const PagedCache& c = p.resident;
-  const ListTables t(p.residency, p.slots, p.positions, list, c.kv_heads, p.unit_tokens);
-  WaitForPriorKernels();
-  const int next = t.position + 1, unit = next / p.unit_tokens - t.ring;
-  if (t.slot < 0 || next % p.unit_tokens != 0 || unit < 0) return;
-  if (*t.place_of.At(unit) >= 0) return;
+// Gives the unit a place and returns it; -1: there is none to be given. The whole block calls it.
+// `best` has an entry for each warp.
+__device__ __forceinline__ int TakePlace(const ListTables& t, int unit, bool only_free,
+                                         uint64_t* best) {
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-
   constexpr uint64_t kNone = UINT64_MAX;
   uint64_t mine = kNone;
 #pragma unroll 4
   for (int place = t.ring + thread; place < t.count; place += threads) {
     const int32_t* const row = t.places.At(place);
     const int has = row[0], stamp = row[1];
-    if (has == kNoPlace || (has >= 0 && (p.only_free || stamp == t.position))) continue;
+    if (has == kNoPlace || (has >= 0 && (only_free || stamp == t.position))) continue;
     mine = min(mine, PlaceOrder(has, stamp, place));
   }
   for (int step = 16; step > 0; step /= 2) {
@@ -40,7 +33,7 @@ __device__ __forceinline__ void RetainList(const RetainParams& p, int list, int 
   __syncthreads();
   mine = kNone;
   for (int warp = 0; warp < threads / 32; ++warp) mine = min(mine, best[warp]);
-  if (mine == kNone) return;
+  if (mine == kNone) return -1;
   const int place = static_cast<int>(mine & 0x7FFFFFFFu);
 
   // Every thread has read the tables when it comes here.
@@ -51,14 +44,31 @@ __device__ __forceinline__ void RetainList(const RetainParams& p, int list, int 
     row[1] = t.position;
     *t.place_of.At(unit) = place;
   }
+  return place;
+}
+
+// `row_words` is the number of 16-byte words of a token's K, and of its V. `best` has an entry for
+// each warp.
+__device__ __forceinline__ void RetainList(const RetainParams& p, int list, int row_words,
+                                           uint64_t* best) {
+  const PagedCache& c = p.resident;
+  const ListTables t(p.residency, p.slots, p.positions, list, c.kv_heads, p.unit_tokens);
+  WaitForPriorKernels();
+  const int next = t.position + 1, unit = next / p.unit_tokens - t.ring;
+  if (t.slot < 0 || next % p.unit_tokens != 0 || unit < 0) return;
+  if (!t.persistent && *t.place_of.At(unit) >= 0) return;
+  const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+
+  const int place = t.persistent ? t.ring + unit : TakePlace(t, unit, p.only_free, best);
+  if (place < 0) return;
 
   const bool tokens = p.unit_tokens == 1;
   const auto key = [&](int at) {
     const int block = tokens ? at / c.block_tokens : at;
-    const int64_t page = c.block_table[t.slot * c.table_stride + block];
     const int64_t token = tokens ? at - block * c.block_tokens : 0;
-    return reinterpret_cast<uint4*>(static_cast<char*>(c.base) + page * c.page_bytes) +
-           (int64_t{2} * t.head * c.block_tokens + token) * row_words;
+    return reinterpret_cast<uint4*>(static_cast<char*>(c.base) +
+                                    HeadBlockOffset(c, t.slot, block, t.head)) +
+           token * row_words;
   };
   const uint4* const from = key(unit % t.ring);
   uint4* const to = key(place);

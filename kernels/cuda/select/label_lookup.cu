@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
   const int head = list - row * p.kv_heads, slot = p.slots[row];
   const int group = p.heads / p.kv_heads, of_group = group * p.head_dim;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  if (slot < 0) {
+  if (slot < 0 || (p.wanted != nullptr && p.wanted[list] == 0)) {
     if (thread == 0) p.missed[list] = 0;
     return;
   }

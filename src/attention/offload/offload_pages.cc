@@ -1,6 +1,7 @@
 #include "src/attention/offload/offload_pages.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
@@ -61,8 +62,14 @@ absl::StatusOr<OffloadPages> OffloadPages::Of(const OffloadTierOptions& options)
   if (options.recall_blocks < 0) {
     return OutOfRange("recall_blocks", "0 or more", options.recall_blocks);
   }
-  if (options.recall_divisor < 0) {
-    return OutOfRange("recall_divisor", "0 or more", options.recall_divisor);
+  if (!(options.recall_share >= 0 && options.recall_share <= 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("recall_share: expected 0 to 1, found ", options.recall_share));
+  }
+  const int64_t lists = int64_t{layout.layers} * pages.kind.heads;
+  if (!options.persistent.empty() && std::ssize(options.persistent) != lists) {
+    return OutOfRange("persistent", absl::StrCat("none or ", lists, " heads"),
+                      std::ssize(options.persistent));
   }
   if (options.unit_tokens != 1 && options.unit_tokens != block_tokens) {
     return OutOfRange("unit_tokens", absl::StrCat("1 or a block's ", block_tokens),
@@ -72,7 +79,8 @@ absl::StatusOr<OffloadPages> OffloadPages::Of(const OffloadTierOptions& options)
   pages.most_blocks = pages.kind.BlocksFor(options.max_context);
   pages.ring_blocks = options.ring_blocks;
   pages.recall_blocks = options.recall_blocks;
-  pages.recall_divisor = options.recall_divisor;
+  pages.recall_share = options.recall_share;
+  pages.persistent = options.persistent;
   pages.place_blocks = pages.PlaceBlocksOf(options.max_context);
   for (const OffloadArray& array : options.arrays) {
     pages.array_by_token.push_back(array.tokens_per_row > 0);
@@ -84,6 +92,7 @@ absl::StatusOr<OffloadPages> OffloadPages::Of(const OffloadTierOptions& options)
   pages.by_place.rows.push_back({"places", options.unit_tokens, 2, kernels::DType::kFloat32});
   SLUICE_RETURN_IF_ERROR(pages.by_token.Fit(pages.kind.block_bytes()));
   SLUICE_RETURN_IF_ERROR(pages.by_place.Fit(pages.kind.block_bytes()));
+  pages.LayOut();
   return pages;
 }
 
@@ -96,13 +105,56 @@ OffloadPages::ArrayAt OffloadPages::Array(size_t index) const {
 }
 
 int64_t OffloadPages::PlaceBlocksOf(int64_t total) const {
-  const int64_t of_long = recall_divisor > 0 ? kind.BlocksFor(total / recall_divisor) : 0;
-  return std::min(ring_blocks + std::max(recall_blocks, of_long), kind.BlocksFor(total));
+  const auto of_long = static_cast<int64_t>(std::ceil(recall_share * static_cast<double>(total)));
+  return std::min(ring_blocks + std::max(recall_blocks, kind.BlocksFor(of_long)),
+                  kind.BlocksFor(total));
+}
+
+int64_t OffloadPages::PlaceBlocksOf(int64_t total, int layer, int head) const {
+  return IsPersistent(layer, head) ? ring_blocks + kind.BlocksFor(total) : PlaceBlocksOf(total);
+}
+
+int64_t OffloadPages::PlacePagesOf(int64_t total, int layer) const {
+  if (!HasHeadTables(layer)) return PlaceBlocksOf(total);
+  int64_t blocks = 0;
+  for (int head = 0; head < kind.heads; ++head) blocks += PlaceBlocksOf(total, layer, head);
+  return (blocks + kind.heads - 1) / kind.heads;
 }
 
 int64_t OffloadPages::PagesOf(int64_t total) const {
-  return dense_layers * kind.BlocksFor(total) +
-         sparse_layers() * (PlaceBlocksOf(total) + by_token.PagesFor(total) + place_pages());
+  int64_t pages = dense_layers * kind.BlocksFor(total) +
+                  sparse_layers() * (by_token.PagesFor(total) + place_pages());
+  for (int layer = dense_layers; layer < layers; ++layer) pages += PlacePagesOf(total, layer);
+  return pages;
+}
+
+bool OffloadPages::IsPersistent(int layer, int head) const {
+  return !persistent.empty() && persistent[static_cast<size_t>(layer * kind.heads + head)] != 0;
+}
+
+bool OffloadPages::HasHeadTables(int layer) const {
+  for (int head = 0; head < kind.heads; ++head) {
+    if (IsPersistent(layer, head)) return true;
+  }
+  return false;
+}
+
+int64_t OffloadPages::HeadTable(int layer, int head) const {
+  int64_t entry = 0;
+  for (int before = 0; before < head; ++before) {
+    entry += IsPersistent(layer, before) ? ring_blocks + most_blocks : place_blocks;
+  }
+  return entry;
+}
+
+void OffloadPages::LayOut() {
+  int64_t next = dense_layers * most_blocks;
+  for (int layer = dense_layers; layer < layers; ++layer) {
+    places_entries.push_back(next);
+    next += HasHeadTables(layer) ? HeadTable(layer, kind.heads) : place_blocks;
+    next += token_pages() + place_pages();
+  }
+  places_entries.push_back(next);
 }
 
 int64_t OffloadPages::PoolTokensOf(int64_t total) const {

@@ -48,14 +48,17 @@ struct OffloadPages {
 
   int layers = 0, dense_layers = 0;
   CacheKind kind;
-  int64_t ring_blocks = 0, recall_blocks = 0, recall_divisor = 0;  // as in the options
-  int64_t place_blocks = 0;  // places of the longest sequence, the ring's included
-  int64_t most_blocks = 0;   // blocks of the longest sequence
+  int64_t ring_blocks = 0, recall_blocks = 0;  // as in the options
+  double recall_share = 0;
+  // Places of the longest sequence in a head that is not persistent, the ring's included.
+  int64_t place_blocks = 0;
+  int64_t most_blocks = 0;  // blocks of the longest sequence
   int64_t units_per_block = 1;
   ArrayPages by_token;  // OffloadTierOptions::arrays with tokens_per_row > 0, in
                         // their order, then ResidencyTable::place_of
   ArrayPages by_place;  // the other arrays, by token of a place, then ResidencyTable::places
   std::vector<bool> array_by_token;  // by index of OffloadTierOptions::arrays
+  std::vector<uint8_t> persistent;   // as in the options
 
   const ArrayPages::Rows& residency() const { return by_token.rows.back(); }
   const ArrayPages::Rows& places() const { return by_place.rows.back(); }
@@ -74,7 +77,11 @@ struct OffloadPages {
   int64_t unit_tokens() const { return kind.block_tokens / units_per_block; }
   int64_t ring_units() const { return ring_blocks * units_per_block; }
   int64_t place_units() const { return place_blocks * units_per_block; }
+  // Returns the blocks of places that a sequence of `total` tokens has in a head, which is not
+  // persistent where none is named; and the pages that those of a layer's heads take.
   int64_t PlaceBlocksOf(int64_t total) const;
+  int64_t PlaceBlocksOf(int64_t total, int layer, int head) const;
+  int64_t PlacePagesOf(int64_t total, int layer) const;
   // The tables of places have a row for every place that any sequence could have.
   int64_t place_pages() const { return by_place.PagesFor(place_blocks * kind.block_tokens); }
 
@@ -84,18 +91,24 @@ struct OffloadPages {
   int64_t PoolTokensOf(int64_t total) const;
 
   // A slot's page numbers, in one row of int32: the dense layers' blocks, then for each sparse
-  // layer its places, by_token's pages and by_place's.
+  // layer its places, by_token's pages and by_place's. In a layer with a persistent head the places
+  // are numbers of blocks of one head (kernels::PagedCache::head_tables), in a table for each head.
+  std::vector<int64_t> places_entries;  // PlacesEntry of every sparse layer, then entries()
   int64_t token_pages() const { return by_token.PagesFor(most_blocks * kind.block_tokens); }
-  int64_t sparse_entries() const { return place_blocks + token_pages() + place_pages(); }
-  int64_t entries() const {
-    return dense_layers * most_blocks + sparse_layers() * sparse_entries();
-  }
+  int64_t entries() const { return places_entries.back(); }
   int64_t DenseEntry(int layer) const { return layer * most_blocks; }
   int64_t PlacesEntry(int layer) const {
-    return dense_layers * most_blocks + (layer - dense_layers) * sparse_entries();
+    return places_entries[static_cast<size_t>(layer - dense_layers)];
   }
-  int64_t ByTokenEntry(int layer) const { return PlacesEntry(layer) + place_blocks; }
-  int64_t ByPlaceEntry(int layer) const { return ByTokenEntry(layer) + token_pages(); }
+  int64_t ByTokenEntry(int layer) const { return ByPlaceEntry(layer) - token_pages(); }
+  int64_t ByPlaceEntry(int layer) const { return PlacesEntry(layer + 1) - place_pages(); }
+  bool HasHeadTables(int layer) const;
+  // Returns where the table of a head begins behind PlacesEntry, if the layer has such tables.
+  int64_t HeadTable(int layer, int head) const;
+  bool IsPersistent(int layer, int head) const;
+
+ private:
+  void LayOut();
 };
 
 }  // namespace sluice

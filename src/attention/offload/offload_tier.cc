@@ -28,7 +28,10 @@ class OffloadTierImpl : public OffloadTier {
     Buffer device_home_tables, host_home_tables;
     Buffer device_tables;  // int32 [slots][OffloadPages::entries()]
     Buffer host_tables;    // the host's copy, from which entries are sent
-    Buffer device_rows;    // int32 [slots][3]: the values of BulkRow
+    // int32 [layers][kv_heads], in device memory: OffloadPages::HeadTable, and whether the head is
+    // persistent. Not made where no head is.
+    Buffer head_tables, persistent;
+    Buffer device_rows;  // int32 [slots][3]: the values of BulkRow
     Buffer host_rows;
   };
 
@@ -159,7 +162,10 @@ class OffloadTierImpl : public OffloadTier {
   }
   kernels::PagedCache Places(int layer) const override {
     SLUICE_CHECK(!dense(layer));
-    return Cache(*options_.hbm, DeviceEntry(pages_.PlacesEntry(layer)), pages_.entries());
+    kernels::PagedCache places =
+        Cache(*options_.hbm, DeviceEntry(pages_.PlacesEntry(layer)), pages_.entries());
+    if (pages_.HasHeadTables(layer)) places.head_tables = OfLayer(buffers_.head_tables, layer);
+    return places;
   }
   kernels::ResidencyTable Residency(int layer) const override {
     SLUICE_CHECK(!dense(layer));
@@ -168,6 +174,7 @@ class OffloadTierImpl : public OffloadTier {
     table.places = Rows(pages_.places(), pages_.ByPlaceEntry(layer));
     table.ring = static_cast<int32_t>(pages_.ring_units());
     table.count = static_cast<int32_t>(pages_.place_units());
+    if (pages_.HasHeadTables(layer)) table.persistent = OfLayer(buffers_.persistent, layer);
     return table;
   }
   kernels::PagedRows Array(int layer, size_t index) const override {
@@ -204,6 +211,11 @@ class OffloadTierImpl : public OffloadTier {
   }
   const int32_t* DeviceEntry(int64_t entry) const {
     return buffers_.device_tables.as<int32_t>() + entry;
+  }
+
+  // Returns a layer's part of a table [layers][kv_heads].
+  const int32_t* OfLayer(const Buffer& table, int layer) const {
+    return table.as<int32_t>() + int64_t{layer} * pages_.kind.heads;
   }
 
   // Entries of one slot.
@@ -252,6 +264,21 @@ class OffloadTierImpl : public OffloadTier {
     }
   }
 
+  // Deals blocks of one head from pages [0, PlacePagesOf(total, layer)) to the tables of heads.
+  void WriteHeadTables(int layer, int64_t total, const std::vector<int32_t>& pages,
+                       int32_t* places) const {
+    const int heads = pages_.kind.heads;
+    size_t next = 0;  // block of one head, counted over the pages
+    for (int head = 0; head < heads; ++head) {
+      int32_t* const table = places + pages_.HeadTable(layer, head);
+      const int64_t blocks = pages_.PlaceBlocksOf(total, layer, head);
+      for (int64_t block = 0; block < blocks; ++block, ++next) {
+        const auto of_page = static_cast<int32_t>(next % static_cast<size_t>(heads));
+        table[block] = pages[next / static_cast<size_t>(heads)] * heads + of_page;
+      }
+    }
+  }
+
   // Assigns the sequence's pages in the order of the table. Entries without a page are -1.
   void WriteTable(int slot) {
     const Slot& s = slots_[static_cast<size_t>(slot)];
@@ -259,23 +286,32 @@ class OffloadTierImpl : public OffloadTier {
     std::fill_n(table, pages_.entries(), -1);
     int layer_of_page = 0;
     size_t next = 0;
-    const auto deal = [&](int64_t entry, int64_t count) {
+    std::vector<int32_t> of_layer;
+    const auto deal = [&](int32_t* out, int64_t count) {
       for (int64_t i = 0; i < count; ++i) {
         while (next == s.hbm->Pages(layer_of_page, kKv).size()) {
           ++layer_of_page;
           next = 0;
         }
-        table[entry + i] = s.hbm->Pages(layer_of_page, kKv)[next++];
+        out[i] = s.hbm->Pages(layer_of_page, kKv)[next++];
       }
     };
     for (int layer = 0; layer < pages_.layers; ++layer) {
       if (dense(layer)) {
-        deal(pages_.DenseEntry(layer), pages_.kind.BlocksFor(s.total));
+        deal(table + pages_.DenseEntry(layer), pages_.kind.BlocksFor(s.total));
         continue;
       }
-      deal(pages_.PlacesEntry(layer), pages_.PlaceBlocksOf(s.total));
-      deal(pages_.ByTokenEntry(layer), pages_.by_token.PagesFor(s.total));
-      deal(pages_.ByPlaceEntry(layer), pages_.place_pages());
+      int32_t* const places = table + pages_.PlacesEntry(layer);
+      const int64_t count = pages_.PlacePagesOf(s.total, layer);
+      if (pages_.HasHeadTables(layer)) {
+        of_layer.resize(static_cast<size_t>(count));
+        deal(of_layer.data(), count);
+        WriteHeadTables(layer, s.total, of_layer, places);
+      } else {
+        deal(places, count);
+      }
+      deal(table + pages_.ByTokenEntry(layer), pages_.by_token.PagesFor(s.total));
+      deal(table + pages_.ByPlaceEntry(layer), pages_.place_pages());
     }
   }
 
@@ -286,6 +322,24 @@ class OffloadTierImpl : public OffloadTier {
   std::unique_ptr<Stream> copy_stream_;
   std::unique_ptr<Stream> build_stream_;
 };
+
+absl::Status UploadHeads(const OffloadPages& pages, const OffloadTierOptions& options,
+                         OffloadTierImpl::Buffers* buffers) {
+  std::vector<int32_t> tables;
+  for (int layer = 0; layer < pages.layers; ++layer) {
+    for (int head = 0; head < pages.kind.heads; ++head) {
+      tables.push_back(static_cast<int32_t>(pages.HeadTable(layer, head)));
+    }
+  }
+  SLUICE_ASSIGN_OR_RETURN(buffers->head_tables,
+                          Uploaded(options.device, tables, "tables of heads' blocks"));
+  SLUICE_ASSIGN_OR_RETURN(
+      buffers->persistent,
+      Uploaded(options.device,
+               std::vector<int32_t>(pages.persistent.begin(), pages.persistent.end()),
+               "persistent heads"));
+  return absl::OkStatus();
+}
 
 // Checks what the operators of recall count in int32.
 absl::Status CheckRecall(const OffloadTierOptions& options, const OffloadPages& pages) {
@@ -324,6 +378,7 @@ absl::StatusOr<std::unique_ptr<OffloadTier>> OffloadTier::Create(
   SLUICE_RETURN_IF_ERROR(CheckRecall(options, pages));
   OffloadTierImpl::Buffers buffers;
   SLUICE_ASSIGN_OR_RETURN(buffers.constants, WarmConstants::Create(pages, options.device));
+  if (!pages.persistent.empty()) SLUICE_RETURN_IF_ERROR(UploadHeads(pages, options, &buffers));
   const BufferAllocator allocator(options.device, "block tables");
   const int64_t home_entries = int64_t{pages.layers} * pages.most_blocks;
   SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, options.slots * home_entries,

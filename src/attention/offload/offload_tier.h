@@ -3,10 +3,11 @@
 // A sequence's *home* is its host cache: its whole cache in pinned DRAM, namely what was handed
 // over, and every new token, written through. In HBM the sequence has, for each sparse layer and KV
 // head, *places* for units of its cache (kernels/sparse_params.h): a ring of the newest blocks, and
-// places for what a policy recalls. Dense layers have all of their cache in HBM. Beside that lie
-// *arrays*, rows of numbers that grow with the sequence (digests, partial keys) or with its places.
-// All of these are pages of the HBM pool, taken at admission for the whole length of the sequence,
-// so that admission counts real bytes and a running sequence never lacks space.
+// places for what a policy recalls. Dense layers have all of their cache in HBM, and persistent
+// heads of sparse layers have all of theirs behind the ring, by position. Beside that lie *arrays*,
+// rows of numbers that grow with the sequence (digests, partial keys) or with its places. All of
+// these are pages of the HBM pool, taken at admission for the whole length of the sequence, so that
+// admission counts real bytes and a running sequence never lacks space.
 //
 // This is only placement: the policy decides which units are recalled, and when. Only the engine's
 // thread may call it, except for the views of layers, which operators read by slot.
@@ -49,11 +50,14 @@ struct OffloadTierOptions {
   int ring_blocks = 2;
   // Places beside the ring, in blocks. A shorter sequence has fewer.
   int recall_blocks = 0;
-  // A sequence whose tokens at its end, divided by this, need more blocks has as many places; 0:
-  // none has more for being long.
-  int recall_divisor = 0;
+  // A sequence this share of whose tokens at its end needs more blocks has as many places; 0: none
+  // has more for being long.
+  double recall_share = 0;
   // Tokens of a unit that is recalled: block_tokens or 1.
   int unit_tokens = 0;
+  // [layers][kv_heads] Not 0: the head is persistent. Empty: none is. Those of dense layers count
+  // for nothing.
+  std::vector<uint8_t> persistent;
   std::vector<OffloadArray> arrays;
 };
 
@@ -82,9 +86,10 @@ class OffloadTier {
   virtual std::unique_ptr<SequenceCache> DetachHostCache(int slot) = 0;
 
   // Starts to make the working set of the slot's first `tokens` tokens, as the row of position
-  // `tokens` will find it: the newest blocks in the ring, the dense layers' caches, and `units` in
-  // the places after the ring's, in their order and as many as there are places for. `units` has a
-  // list for each sparse layer and KV head in turn ([layer - dense_layers][kv_head]); each list is
+  // `tokens` will find it: the newest blocks in the ring, the caches of dense layers and persistent
+  // heads, and `units` in the places after the ring's, in their order and as many as there are
+  // places for. `units` has a list for each sparse layer and KV head in turn ([layer -
+  // dense_layers][kv_head]), which does not count where the head is persistent; each list is
   // ascending and older than that row's ring. Arrays with a row for every token of the places are
   // zeroed. Then `build(stream, row)`, which is called before WarmUp returns, may enqueue what the
   // policy's arrays need, with one row (slot, positions [0, tokens)) for Digest or PartialKeys.
@@ -102,6 +107,11 @@ class OffloadTier {
 
   // Views of a layer, for operators. Any thread.
   bool dense(int layer) const { return layer < options_.dense_layers; }
+  bool persistent(int layer, int head) const {
+    const auto heads = static_cast<size_t>(options_.hbm->layout().kinds[0].heads);
+    return !options_.persistent.empty() &&
+           options_.persistent[static_cast<size_t>(layer) * heads + static_cast<size_t>(head)] != 0;
+  }
   virtual kernels::PagedCache Home(int layer) const = 0;   // by block; in pinned memory
   virtual kernels::PagedCache Dense(int layer) const = 0;  // REQUIRES: dense(layer); by block
   // Returns the host cache as CPU workers read it: its table is in the host's memory too.
@@ -116,7 +126,8 @@ class OffloadTier {
   virtual const SequenceCache& HomeOf(int slot) const = 0;
   virtual uint8_t* ArrayRow(int slot, int layer, size_t index, int head, int64_t row) const = 0;
 
-  // Returns the places of a sequence of `total` tokens, in units, the ring's included.
+  // Returns the places of a sequence of `total` tokens in a head that is not persistent, in units,
+  // the ring's included.
   virtual int32_t PlacesOf(int64_t total) const = 0;
   int64_t block_tokens() const { return options_.hbm->layout().kinds[0].block_tokens; }
   const OffloadTierOptions& options() const { return options_; }

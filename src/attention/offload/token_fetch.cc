@@ -40,9 +40,9 @@ absl::Status TokenFetch::Allocate() {
   const BufferAllocator lists_of_tokens(options_.device,
                                         absl::StrCat("lists of tokens of ", options_.name));
   const BufferAllocator results(options_.device, absl::StrCat("results of ", options_.name));
-  SLUICE_RETURN_IF_ERROR(BufferAllocator(options_.device, absl::StrCat("scores of ", options_.name))
-                             .Words(MemoryKind::kDevice, lists * options_.max_context, &scores_));
-  for (Buffer* units : {&selected_, &missing_, &chosen_[0].source_units, &chosen_[0].target_units,
+  SLUICE_RETURN_IF_ERROR(AllocateScored(&bring_));
+  if (!tier_->options().persistent.empty()) SLUICE_RETURN_IF_ERROR(AllocateScored(&add_));
+  for (Buffer* units : {&chosen_[0].source_units, &chosen_[0].target_units,
                         &chosen_[1].source_units, &chosen_[1].target_units}) {
     SLUICE_RETURN_IF_ERROR(
         lists_of_tokens.Words(MemoryKind::kDevice, lists * most_selected_, units));
@@ -53,8 +53,8 @@ absl::Status TokenFetch::Allocate() {
           lists_of_tokens.Words(MemoryKind::kDevice, lists * most_resident_, units));
     }
   }
-  for (Buffer* counts : {&selected_counts_, &missing_counts_, &chosen_[0].counts, &chosen_[0].moves,
-                         &chosen_[1].counts, &chosen_[1].moves, &due_}) {
+  for (Buffer* counts :
+       {&chosen_[0].counts, &chosen_[0].moves, &chosen_[1].counts, &chosen_[1].moves, &due_}) {
     SLUICE_RETURN_IF_ERROR(lists_of_tokens.Words(MemoryKind::kDevice, lists, counts));
   }
   SLUICE_RETURN_IF_ERROR(
@@ -67,14 +67,30 @@ absl::Status TokenFetch::Allocate() {
   return absl::OkStatus();
 }
 
-kernels::TopKParams TokenFetch::Selection(const Queries& predicted) const {
+absl::Status TokenFetch::AllocateScored(Scored* scored) const {
+  const int64_t lists = OffloadPolicy::MaxDecodeRows(options_) * kv_heads_;
+  SLUICE_RETURN_IF_ERROR(
+      BufferAllocator(options_.device, absl::StrCat("scores of ", options_.name))
+          .Words(MemoryKind::kDevice, lists * options_.max_context, &scored->scores));
+  const BufferAllocator selected(options_.device,
+                                 absl::StrCat("lists of tokens of ", options_.name));
+  for (Buffer* units : {&scored->units, &scored->missing_units}) {
+    SLUICE_RETURN_IF_ERROR(selected.Words(MemoryKind::kDevice, lists * most_selected_, units));
+  }
+  for (Buffer* counts : {&scored->counts, &scored->missing_counts}) {
+    SLUICE_RETURN_IF_ERROR(selected.Words(MemoryKind::kDevice, lists, counts));
+  }
+  return absl::OkStatus();
+}
+
+kernels::TopKParams TokenFetch::Selection(const Queries& queries, Use use) const {
   kernels::TopKParams params{};
-  params.scores = scores();
+  params.scores = scores(use);
   params.score_stride = options_.max_context;
-  params.slots = predicted.slots;
-  params.positions = predicted.positions;
-  params.selected = selected();
-  params.rows = predicted.rows;
+  params.slots = queries.slots;
+  params.positions = queries.positions;
+  params.selected = SelectedOf(Of(use));
+  params.rows = queries.rows;
   params.kv_heads = static_cast<int32_t>(kv_heads_);
   params.unit_tokens = kUnitTokens;
   params.k = most_selected_;
@@ -85,14 +101,26 @@ kernels::TopKParams TokenFetch::Selection(const Queries& predicted) const {
 }
 
 void TokenFetch::Bring(Stream& stream, Stream& fetches, int layer, const Queries& predicted,
-                       bool keeps) {
-  Split(stream, layer, predicted, /*forget=*/!keeps, /*whole=*/false);
+                       const Rule& rule) {
+  kernels::SplitParams find = SplitOf(layer, predicted, bring_);
+  find.wanted = rule.selected;
+  find.forget = rule.forget;
+  kernels_.Split(stream, find);
   GivePlaces(stream, layer, predicted);
   // Now every selected token has a place, since there are as many places as a row may select. What
-  // else lies in HBM costs no fetch, so it is attended to as well.
-  Split(stream, layer, predicted, /*forget=*/false, /*whole=*/keeps);
+  // else lies in HBM costs no fetch.
+  kernels::SplitParams list = SplitOf(layer, predicted, bring_);
+  list.wanted = rule.offloaded;
+  list.whole = list.by_place = rule.whole;
+  kernels_.Split(stream, list);
   fetches.After(stream);
   Move(fetches, layer, predicted.rows);
+}
+
+void TokenFetch::Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent) {
+  kernels::SplitParams list = SplitOf(layer, queries, add_);
+  list.wanted = persistent;
+  kernels_.Split(stream, list);
 }
 
 void TokenFetch::Attend(Stream& stream, int layer, const Queries& queries, void* out,
@@ -108,30 +136,27 @@ void TokenFetch::Attend(Stream& stream, int layer, const Queries& queries, void*
   kernels_.Merge(stream, MergeOf(queries, cache.head_dim, 1, o, lse, out, out_type));
 }
 
-void TokenFetch::Split(Stream& stream, int layer, const Queries& predicted, bool forget,
-                       bool whole) {
+kernels::SplitParams TokenFetch::SplitOf(int layer, const Queries& queries, const Scored& scored) {
   Chosen& chosen = ChosenOf(layer);
   kernels::SplitParams params{};
   params.residency = tier_->Residency(layer);
-  params.slots = predicted.slots;
-  params.positions = predicted.positions;
-  params.selected = selected();
+  params.slots = queries.slots;
+  params.positions = queries.positions;
+  params.selected = SelectedOf(scored);
   params.resident = Attended(chosen);
   params.places = chosen.places.as<int32_t>();
-  params.missing = missing();
-  params.rows = predicted.rows;
+  params.missing = MissingOf(scored);
+  params.rows = queries.rows;
   params.kv_heads = static_cast<int32_t>(kv_heads_);
   params.unit_tokens = kUnitTokens;
-  params.whole = whole;
-  params.forget = forget;
-  kernels_.Split(stream, params);
+  return params;
 }
 
 void TokenFetch::GivePlaces(Stream& stream, int layer, const Queries& predicted) {
   kernels::RecallDueParams due{};  // always due; the operator also counts
   due.slots = predicted.slots;
-  due.selected = selected();
-  due.missing = missing();
+  due.selected = SelectedOf(bring_);
+  due.missing = MissingOf(bring_);
   due.since = since_.as<int32_t>() + int64_t{layer} * options_.slots;
   due.counters = counters_->of(layer);
   due.due = due_.as<int32_t>();
@@ -146,7 +171,7 @@ void TokenFetch::GivePlaces(Stream& stream, int layer, const Queries& predicted)
   recall.residency = tier_->Residency(layer);
   recall.slots = predicted.slots;
   recall.positions = predicted.positions;
-  recall.missing = missing();
+  recall.missing = MissingOf(bring_);
   recall.home = tier_->Home(layer);
   recall.resident = tier_->Places(layer);
   const Chosen& chosen = ChosenOf(layer);

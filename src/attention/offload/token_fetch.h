@@ -1,6 +1,8 @@
 // Tokens that a layer selects one layer ahead of time, and their way to HBM: the shared part of the
 // policies that fetch single tokens (recall, clo). A policy scores tokens, selects by TopK and
 // calls Bring; when the layer's turn has come, Attend attends to what has a place in HBM by then.
+// Persistent heads (OffloadTier) need no fetch: they select once the layer's queries are known, and
+// Add takes what they selected.
 //
 // It is called while a step is enqueued, on the engine's thread.
 #pragma once
@@ -28,25 +30,47 @@ class TokenFetch {
                                                             OffloadTier* tier,
                                                             int64_t most_selected);
 
+  // Two selections may be under way at once: that of Bring, and that of Add one layer before it.
+  // The second is there if a head is persistent.
+  enum class Use { kBring, kAdd };
   // Returns where the policy's operators put the scores of a row's tokens: [lists][max_context].
-  float* scores() const { return scores_.as<float>(); }
-  // Returns the call of TopK that selects by scores() before Bring: `most_selected` tokens, the
+  float* scores(Use use = Use::kBring) const { return Of(use).scores.as<float>(); }
+  // Returns the call of TopK that selects by scores(use) beforehand: `most_selected` tokens, the
   // ring's among them, and no margin. The policy may change it.
-  kernels::TopKParams Selection(const Queries& predicted) const;
+  kernels::TopKParams Selection(const Queries& queries, Use use = Use::kBring) const;
   // Returns the maximum number of tokens of a sequence that have a place in HBM, for each KV head.
   int32_t most_resident() const { return most_resident_; }
   SelectionCounters& counters() const { return *counters_; }
 
+  struct Rule {
+    // [lists] Not 0: the list selected. Null: every list did. The others keep the places that they
+    // have.
+    const int32_t* selected = nullptr;
+    // [lists] Not 0: the list's head is not persistent. Null: no head is.
+    const int32_t* offloaded = nullptr;
+    // True: rows attend to everything that has a place, else to what was selected alone.
+    bool whole = true;
+    // True: lists that selected give all places behind the ring back first, so that everything is
+    // fetched anew.
+    bool forget = false;
+  };
   // Gives every selected token a place in HBM, by the rule of Recall, and fetches those that had
-  // none on the stream `fetches`, which comes after `stream`. With `keeps`, everything that has a
-  // place will be attended to, and else what was selected alone, after every place behind the ring
-  // was taken back.
-  void Bring(Stream& stream, Stream& fetches, int layer, const Queries& predicted, bool keeps);
+  // none on the stream `fetches`, which comes after `stream`.
+  void Bring(Stream& stream, Stream& fetches, int layer, const Queries& predicted,
+             const Rule& rule);
+  // Takes the selection of Use::kAdd for the lists of persistent heads, [lists] not 0. It comes
+  // between the layer's Bring and Attend, where the layer has a Bring.
+  void Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent);
   // Attends to what Bring found. REQUIRES: the stream comes after `fetches`.
   void Attend(Stream& stream, int layer, const Queries& queries, void* out,
               kernels::DType out_type);
 
  private:
+  struct Scored {
+    Buffer scores;         // float [lists][max_context]
+    Buffer units, counts;  // int32 [lists][most_selected], [lists]: what was selected
+    Buffer missing_units, missing_counts;
+  };
   // The lists of a layer from Bring to Attend. The Bring of the next layer comes between the two.
   struct Chosen {
     Buffer units, places, counts;              // int32 [lists][resident] twice, [lists]
@@ -55,6 +79,8 @@ class TokenFetch {
 
   TokenFetch(const PolicyOptions& options, OffloadTier* tier, int32_t most_selected);
   absl::Status Allocate();
+  absl::Status AllocateScored(Scored* scored) const;
+  const Scored& Of(Use use) const { return use == Use::kBring ? bring_ : add_; }
   Chosen& ChosenOf(int layer) { return chosen_[static_cast<size_t>(layer) % 2]; }
   kernels::UnitLists Lists(const Buffer& units, const Buffer& counts) const {
     return {units.as<int32_t>(), counts.as<int32_t>(), most_selected_};
@@ -62,9 +88,12 @@ class TokenFetch {
   kernels::UnitLists Attended(const Chosen& chosen) const {
     return {chosen.units.as<int32_t>(), chosen.counts.as<int32_t>(), most_resident_};
   }
-  kernels::UnitLists selected() const { return Lists(selected_, selected_counts_); }
-  kernels::UnitLists missing() const { return Lists(missing_, missing_counts_); }
-  void Split(Stream& stream, int layer, const Queries& predicted, bool forget, bool whole);
+  kernels::UnitLists SelectedOf(const Scored& s) const { return Lists(s.units, s.counts); }
+  kernels::UnitLists MissingOf(const Scored& s) const {
+    return Lists(s.missing_units, s.missing_counts);
+  }
+  // Returns a call that splits every list and changes no place.
+  kernels::SplitParams SplitOf(int layer, const Queries& queries, const Scored& scored);
   void GivePlaces(Stream& stream, int layer, const Queries& predicted);
   void Move(Stream& stream, int layer, int32_t rows);
 
@@ -73,12 +102,10 @@ class TokenFetch {
   KernelSet& kernels_;
   const int64_t kv_heads_, head_dim_;
   const int32_t most_selected_, most_resident_;
-  Buffer scores_;                      // float [lists][max_context]
-  Buffer selected_, selected_counts_;  // int32 [lists][most_selected], [lists]
-  Buffer missing_, missing_counts_;    // the same
-  Buffer since_, due_;                 // int32 [layers][slots], [rows]
-  std::array<Chosen, 2> chosen_;       // by a layer's parity
-  Buffer o_, lse_;                     // float [rows][heads][head_dim], [rows][heads]
+  Scored bring_, add_;
+  Buffer since_, due_;            // int32 [layers][slots], [rows]
+  std::array<Chosen, 2> chosen_;  // by a layer's parity
+  Buffer o_, lse_;                // float [rows][heads][head_dim], [rows][heads]
   std::unique_ptr<SelectionCounters> counters_;
 };
 

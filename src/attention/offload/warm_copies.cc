@@ -46,9 +46,31 @@ void WarmCopies::Make(const std::vector<std::vector<int32_t>>& units, Ops* first
     for (int head = 0; head < pages.kind.heads; ++head) {
       ClearTables(layer, head, first);
       CopyRing(layer, head, first);
-      CopyUnits(layer, head, *list++, first, then);
+      if (pages.IsPersistent(layer, head)) {
+        CopyPersistent(layer, head, first);
+      } else {
+        CopyUnits(layer, head, *list, first, then);
+      }
+      ++list;
     }
   }
+}
+
+uint8_t* WarmCopies::PlaceBlock(int layer, int head, int64_t block) const {
+  const int32_t* const places = table + pages.PlacesEntry(layer);
+  const int64_t block_bytes = pages.kind.block_bytes();
+  if (!pages.HasHeadTables(layer)) {
+    return hbm.PageAddress(0, places[block]) + head * block_bytes;
+  }
+  const int32_t number = places[pages.HeadTable(layer, head) + block];
+  return hbm.PageAddress(0, number / pages.kind.heads) + number % pages.kind.heads * block_bytes;
+}
+
+// The row's ring has no part in these: its tokens come here when they leave it.
+void WarmCopies::CopyPersistent(int layer, int head, Ops* ops) const {
+  const int64_t unit = pages.unit_tokens();
+  const int64_t end = std::max<int64_t>(tokens / unit - pages.ring_units() + 1, 0);
+  CopyTokens(layer, head, 0, pages.ring_units() * unit, end * unit, ops);
 }
 
 void WarmCopies::CopyRows(const ArrayPages::Rows& rows, int64_t entry, int head, int64_t row,
@@ -94,8 +116,7 @@ void WarmCopies::CopyTokens(int layer, int head, int64_t from, int64_t to, int64
     const int64_t at = from % kind.block_tokens, there = to % kind.block_tokens;
     const int64_t n = std::min({end - from, kind.block_tokens - at, kind.block_tokens - there});
     const uint8_t* source = home.BlockAddress(layer, 0, head, from / kind.block_tokens);
-    uint8_t* target = hbm.PageAddress(0, table[pages.PlacesEntry(layer) + to / kind.block_tokens]) +
-                      head * kind.block_bytes();
+    uint8_t* target = PlaceBlock(layer, head, to / kind.block_tokens);
     if (n == kind.block_tokens) {
       ops->push_back({target, source, static_cast<size_t>(kind.block_bytes())});
     } else {

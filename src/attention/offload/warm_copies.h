@@ -64,6 +64,9 @@ struct WarmCopies {
   void CopyRing(int layer, int head, Ops* ops) const;
   void CopyUnits(int layer, int head, const std::vector<int32_t>& units, Ops* first,
                  Ops* then) const;
+  void CopyPersistent(int layer, int head, Ops* ops) const;
+  // Returns where a block of a head's places lies in HBM.
+  uint8_t* PlaceBlock(int layer, int head, int64_t block) const;
 };
 
 }  // namespace sluice

@@ -18,6 +18,7 @@ namespace {
 
 using Overlap = PolicyOptions::Ess::Overlap;
 using Selector = PolicyOptions::Oracle::Selector;
+using Refill = PolicyOptions::Clo::Refill;
 
 constexpr char kMeanSelection[] = "hgca-mean";
 constexpr char kAuto[] = "auto";
@@ -50,6 +51,25 @@ constexpr Preset kPresets[] = {
      }},
     {"recall-fetch-all", "recall", [](PolicyOptions& o) { o.recall.fetch_all = true; }},
     {"clo", "clo", [](PolicyOptions&) {}},
+    {"clo-paper", "clo",
+     [](PolicyOptions& o) {
+       o.clo.refill = Refill::kReplace;
+       o.clo.refresh = o.clo.drift = false;
+       o.rehearsals = 0;
+     }},
+    {"clo-fetch-all", "clo",
+     [](PolicyOptions& o) {
+       o.clo.similarity = 1;  // no label is like that
+       o.clo.refill = Refill::kReplace;
+       o.clo.attend_whole = false;
+     }},
+    {"lru", "clo",
+     [](PolicyOptions& o) {
+       o.clo.similarity = 1;
+       o.clo.resident_share = 0.3;
+       o.clo.attend_whole = false;
+     }},
+    {"hata", "clo", [](PolicyOptions& o) { o.clo.persistent_share = 1; }},
     {"hgca", "hgca", [](PolicyOptions&) {}},
     {kMeanSelection, "hgca", [](PolicyOptions&) {}},
     {"oracle", "oracle", [](PolicyOptions&) {}},
@@ -122,6 +142,12 @@ constexpr Setting kSettings[] = {
        o.clo.rule = static_cast<kernels::SimilarityRule>(std::clamp(static_cast<int>(value), 0, 2));
      }},
     {"refresh", "clo", false, [](PolicyOptions& o, double value) { o.clo.refresh = value != 0; }},
+    {"persistent", "clo", false,
+     [](PolicyOptions& o, double value) { o.clo.persistent_share = value; }},
+    {"replace", "clo", false,
+     [](PolicyOptions& o, double value) {
+       o.clo.refill = value != 0 ? Refill::kReplace : Refill::kDelta;
+     }},
     {"bits", "clo", true,
      [](PolicyOptions& o, double value) { o.clo.hash_bits = static_cast<int>(value); }},
     {"share", "scout", false,

@@ -38,8 +38,9 @@ policy's tokens/s over those of full at its largest batch (x full), beside the r
 Some policies are set by this bench alone, and the server does not offer them: clo, which is not complete yet,
 keeps what a head selected until its queries turn away, oracle selects by the exact
 attention weights, oracle-digest by block digests, ends takes the first and the newest blocks, random takes
-random ones; offload-naive fetches every selected entry in every step. The names scout-*, recall-fetch-all and
-ess-* are policies without one of their ideas. hgca-mean is hgca with the beta for which the CPU attends, on
+random ones; offload-naive fetches every selected entry in every step. Three select by clo's hash codes in every
+step: lru keeps 30 % of a sequence in HBM, hata all of it, and clo-fetch-all nothing. The names scout-*, clo-paper,
+recall-fetch-all and ess-* are policies without one of their ideas. hgca-mean is hgca with the beta for which the CPU attends, on
 average, to as many tokens as the budget leaves beside the window.
 A policy's name may be followed by settings, as in recall:budget=20%, hgca:beta=0.5:window=1024 or
 scout:interval=8. These settings exist in this bench alone:
@@ -60,6 +61,8 @@ scout:interval=8. These settings exist in this bench alone:
   rule=N               (clo) how a group's cosines become one: 0 as published, 1 the least, 2 the mean
   refresh=0            (clo) a head that never misses never selects what left the ring, as published
   bits=N               (clo) bits of a hash code
+  persistent=X         (clo) share of the heads that lie wholly in HBM, where no profile says which
+  replace=1            (clo) a head that misses fetches all that it selects, as published
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
 
 --traffic times every step of sequences that do not march alike. steady: all have the longest of --contexts.

@@ -217,15 +217,15 @@ SLUICE_TEST_ON_CPU_AND_GPU(
     "whatever comes and goes, each sequence has its own bytes and its own pages", Traffic)
 
 TEST_CASE("a long sequence has places for a share of its tokens") {
-  Tiers t({1, 2, 3, kBlock, 4});
+  Tiers t({1, 2, 3, kBlock, 0.25});
   t.Create();
   // Blocks: 2 of the ring, and 3, or those of a quarter of the tokens; never more than there are.
   CHECK(t.tier->PlacesOf(kBlock) == 1);
   CHECK(t.tier->PlacesOf(6 * kBlock) == 5);
-  CHECK(t.tier->PlacesOf(12 * kBlock + 3) == 5);
-  CHECK(t.tier->PlacesOf(12 * kBlock + 4) == 6);
-  CHECK(t.tier->FootprintOf(8, 12 * kBlock + 4).hbm_tokens.most() >=
-        t.tier->FootprintOf(8, 12 * kBlock + 3).hbm_tokens.most());
+  CHECK(t.tier->PlacesOf(12 * kBlock) == 5);
+  CHECK(t.tier->PlacesOf(12 * kBlock + 1) == 6);
+  CHECK(t.tier->FootprintOf(8, 12 * kBlock + 1).hbm_tokens.most() >=
+        t.tier->FootprintOf(8, 12 * kBlock).hbm_tokens.most());
 }
 
 TEST_CASE("an option out of range is refused by its name") {
@@ -239,7 +239,7 @@ TEST_CASE("an option out of range is refused by its name") {
   CHECK(message({5, 2, 3, kBlock}) == "dense_layers: expected 0 to the model's 4, found 5");
   CHECK(message({1, 0, 3, kBlock}) == "ring_blocks: expected at least 1, found 0");
   CHECK(message({1, 1, -1, kBlock}) == "recall_blocks: expected 0 or more, found -1");
-  CHECK(message({1, 1, 1, kBlock, -2}) == "recall_divisor: expected 0 or more, found -2");
+  CHECK(message({1, 1, 1, kBlock, -2}) == "recall_share: expected 0 to 1, found -2");
   CHECK(message({1, 1, 1, 3}) == "unit_tokens: expected 1 or a block's 16, found 3");
   CHECK(message({}, 4096).find("the rows of digests, residency") != std::string::npos);
 }

@@ -40,7 +40,7 @@ struct Shape {
   int ring_blocks = 2;
   int recall_blocks = 3;
   int unit_tokens = kBlock;
-  int recall_divisor = 0;
+  double recall_share = 0;
 };
 
 struct Tiers {
@@ -65,7 +65,7 @@ struct Tiers {
     options.ring_blocks = shape.ring_blocks;
     options.recall_blocks = shape.recall_blocks;
     options.unit_tokens = shape.unit_tokens;
-    options.recall_divisor = shape.recall_divisor;
+    options.recall_share = shape.recall_divisor;
     options.arrays = {{"digests", kBlock, 2 * kDim, kernels::DType::kBFloat16},
                       {"average", 0, 1, kernels::DType::kFloat32}};
   }

@@ -36,7 +36,9 @@ class CloPolicy : public OffloadPolicy {
   static absl::StatusOr<std::unique_ptr<AttentionPolicy>> Create(const PolicyOptions& options);
   ~CloPolicy() override { AwaitWarmUps(); }
 
-  bool LooksAhead(int layer) const override { return !tier().dense(layer); }
+  bool LooksAhead(int layer) const override {
+    return !tier().dense(layer) && heads_[static_cast<size_t>(layer)] != Heads::kPersistent;
+  }
   bool FollowsDrift() const override { return options().clo.drift; }
   int rehearsals() const override { return options().rehearsals; }
 
@@ -49,21 +51,33 @@ class CloPolicy : public OffloadPolicy {
   // the scores of codes, their labels become these queries, and what they selected is fetched.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Lookup(stream, layer, predicted);
-    Score(stream, layer, predicted);
-    Select(stream, predicted);
-    fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, /*keeps=*/true);
+    const auto* const missed = tables_.missed.as<int32_t>();
+    Select(stream, layer, predicted, TokenFetch::Use::kBring, missed);
+    TokenFetch::Rule rule;
+    rule.selected = missed;
+    rule.offloaded = OffloadedLists(layer);
+    rule.whole = options().clo.attend_whole;
+    rule.forget = options().clo.refill == PolicyOptions::Clo::Refill::kReplace;
+    fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, rule);
   }
 
  protected:
+  // Persistent heads select by the queries themselves: nothing of theirs is fetched, so nothing
+  // need be known beforehand.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
-    stream.After(LayerBranch(stream, layer));
+    if (heads_[static_cast<size_t>(layer)] != Heads::kOffloaded) {
+      Select(stream, layer, queries, TokenFetch::Use::kAdd, PersistentLists(layer));
+      fetch_->Add(stream, layer, queries, PersistentLists(layer));
+    }
+    if (LooksAhead(layer)) stream.After(LayerBranch(stream, layer));
     fetch_->Attend(stream, layer, queries, out, out_type);
   }
 
-  // Rows attend to every token that has a place. A sequence has places for the budget at least.
+  // Rows attend to every token that has a place, and a sequence has places for the budget at least;
+  // a persistent head selects as many. Rows that attend to their selection alone have the budget.
   int64_t SparseExactTokens() const override {
-    return (tier().options().ring_blocks + tier().options().recall_blocks) * tier().block_tokens();
+    return options().clo.attend_whole ? LeastPlaces() : options().budget_tokens;
   }
 
   // A token that leaves the ring stays in HBM while a place is free. Otherwise it waits for its
@@ -93,16 +107,25 @@ class CloPolicy : public OffloadPolicy {
     Buffer labelled;                // int32 [layers][slots][kv_heads]
     Buffer no_labels;               // int32 [kv_heads] of -1, pinned
     Buffer missed;                  // int32 [lists]
-    Buffer q_codes;                 // int32 [rows][heads][words]
+    // int32 [rows][heads][words], of the queries that are predicted and of a layer's own
+    Buffer predicted_codes, q_codes;
+    // int32 [layers][lists]: whether a list's head is persistent, and whether it is not. They are
+    // not made where no head is.
+    Buffer persistent, offloaded;
   };
+  // Which heads of a layer are offloaded and which are persistent.
+  enum class Heads : uint8_t { kOffloaded, kPersistent, kBoth };
 
   CloPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
             const HashShape& hash, std::unique_ptr<TokenFetch> fetch, Tables tables)
       : OffloadPolicy(options, std::move(tier), std::move(written)),
         hash_(hash),
+        heads_(HeadsOf(this->tier(), hash)),
         fetch_(std::move(fetch)),
         tables_(std::move(tables)) {}
-  static absl::StatusOr<Tables> NewTables(const PolicyOptions& options, const HashShape& hash);
+  static absl::StatusOr<Tables> NewTables(const PolicyOptions& options, const HashShape& hash,
+                                          const std::vector<uint8_t>& persistent);
+  static std::vector<Heads> HeadsOf(const OffloadTier& tier, const HashShape& hash);
 
   int layers() const { return options().hbm->layout().layers; }
   int32_t words() const { return static_cast<int32_t>(hash_.bits / 32); }
@@ -112,6 +135,17 @@ class CloPolicy : public OffloadPolicy {
   }
   int32_t* labelled(int layer) const {
     return tables_.labelled.as<int32_t>() + int64_t{layer} * options().slots * hash_.kv_heads;
+  }
+  // Returns a layer's part of a table [layers][lists]; null where no head is persistent.
+  const int32_t* OfLayer(const Buffer& lists, int layer) const {
+    return lists.bytes() == 0 ? nullptr
+                              : lists.as<int32_t>() + layer * max_decode_rows() * hash_.kv_heads;
+  }
+  const int32_t* PersistentLists(int layer) const { return OfLayer(tables_.persistent, layer); }
+  const int32_t* OffloadedLists(int layer) const { return OfLayer(tables_.offloaded, layer); }
+  // Returns the places, in tokens, that a sequence has at least if it is longer.
+  int64_t LeastPlaces() const {
+    return (tier().options().ring_blocks + tier().options().recall_blocks) * tier().block_tokens();
   }
   // Returns the divisor of a row's tokens that gives how many a head selects, where that is more
   // than the budget; 0: the budget alone counts.
@@ -154,44 +188,62 @@ class CloPolicy : public OffloadPolicy {
       params.refresh_divisor = kRefreshes * divisor();
     }
     params.rule = options().clo.rule;
+    params.wanted = OffloadedLists(layer);
     kernels().LabelLookup(stream, params);
   }
 
-  void Score(Stream& stream, int layer, const Queries& predicted) {
-    auto* const codes = tables_.q_codes.as<int32_t>();
+  // Scores the tokens of the lists that are wanted, and selects.
+  void Select(Stream& stream, int layer, const Queries& queries, TokenFetch::Use use,
+              const int32_t* wanted) {
+    const bool ahead = use == TokenFetch::Use::kBring;
+    auto* const codes = (ahead ? tables_.predicted_codes : tables_.q_codes).as<int32_t>();
     kernels().HashQueries(
-        stream, {predicted.q, predicted.stride, predicted.slots, Hash(layer), codes, predicted.rows,
-                 predicted.heads, kv_heads(), static_cast<int32_t>(hash_.head_dim), words()});
+        stream, {queries.q, queries.stride, queries.slots, Hash(layer), codes, queries.rows,
+                 queries.heads, kv_heads(), static_cast<int32_t>(hash_.head_dim), words()});
     kernels::HashScoresParams params{};
     params.q_codes = codes;
-    params.wanted = tables_.missed.as<int32_t>();
-    params.slots = predicted.slots;
-    params.positions = predicted.positions;
+    params.wanted = wanted;
+    params.slots = queries.slots;
+    params.positions = queries.positions;
     params.codes = tier().Array(layer, kCodes);
     params.lengths = tier().Array(layer, kLengths);
-    params.scores = fetch_->scores();
+    params.scores = fetch_->scores(use);
     params.score_stride = options().max_context;
-    params.rows = predicted.rows;
-    params.heads = predicted.heads;
+    params.rows = queries.rows;
+    params.heads = queries.heads;
     kernels().HashScores(stream, params);
-  }
 
-  void Select(Stream& stream, const Queries& predicted) {
-    kernels::TopKParams params = fetch_->Selection(predicted);
-    params.k = options().budget_tokens;
-    params.k_divisor = divisor();
-    params.first_units = kSinkTokens;
-    params.wanted = tables_.missed.as<int32_t>();
-    kernels().TopK(stream, params);
+    kernels::TopKParams select = fetch_->Selection(queries, use);
+    select.k = ahead ? options().budget_tokens : static_cast<int32_t>(LeastPlaces());
+    select.k_divisor = divisor();
+    select.first_units = kSinkTokens;
+    select.wanted = wanted;
+    kernels().TopK(stream, select);
   }
 
   const HashShape hash_;
+  const std::vector<Heads> heads_;  // by layer
   const std::unique_ptr<TokenFetch> fetch_;
   const Tables tables_;
 };
 
+std::vector<CloPolicy::Heads> CloPolicy::HeadsOf(const OffloadTier& tier, const HashShape& hash) {
+  std::vector<Heads> heads;
+  for (int layer = 0; layer < hash.layers; ++layer) {
+    int64_t persistent = 0;
+    for (int head = 0; head < hash.kv_heads; ++head) {
+      persistent += tier.persistent(layer, head) ? 1 : 0;
+    }
+    heads.push_back(persistent == 0               ? Heads::kOffloaded
+                    : persistent == hash.kv_heads ? Heads::kPersistent
+                                                  : Heads::kBoth);
+  }
+  return heads;
+}
+
 absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& options,
-                                                       const HashShape& hash) {
+                                                       const HashShape& hash,
+                                                       const std::vector<uint8_t>& persistent) {
   const BufferAllocator tables(options.device, "tables of clo");
   const int64_t rows = MaxDecodeRows(options), lists = rows * hash.kv_heads;
   const int64_t slots = hash.layers * options.slots;
@@ -218,9 +270,40 @@ absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& opti
   SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kPinned, hash.kv_heads, &t.no_labels));
   std::memset(t.no_labels.data(), 0xFF, t.no_labels.bytes());
   SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, lists, &t.missed));
-  SLUICE_RETURN_IF_ERROR(
-      tables.Words(MemoryKind::kDevice, rows * options.heads * hash.bits / 32, &t.q_codes));
+  for (Buffer* codes : {&t.predicted_codes, &t.q_codes}) {
+    SLUICE_RETURN_IF_ERROR(
+        tables.Words(MemoryKind::kDevice, rows * options.heads * hash.bits / 32, codes));
+  }
+  if (persistent.empty()) return t;
+  std::vector<int32_t> is, is_not;
+  for (int64_t layer = 0; layer < hash.layers; ++layer) {
+    for (int64_t list = 0; list < lists; ++list) {
+      is.push_back(persistent[static_cast<size_t>(layer * hash.kv_heads + list % hash.kv_heads)]);
+      is_not.push_back(1 - is.back());
+    }
+  }
+  SLUICE_ASSIGN_OR_RETURN(t.persistent, Uploaded(options.device, is, "clo's persistent heads"));
+  SLUICE_ASSIGN_OR_RETURN(t.offloaded, Uploaded(options.device, is_not, "clo's offloaded heads"));
   return t;
+}
+
+// Returns which heads are persistent, [layers][kv_heads]; empty: none is.
+std::vector<uint8_t> PersistentHeads(const PolicyOptions::Clo& clo, const HashShape& hash) {
+  if (!clo.persistent.empty()) {
+    return std::ranges::count(clo.persistent, 0) == std::ssize(clo.persistent)
+               ? std::vector<uint8_t>()
+               : clo.persistent;
+  }
+  const int64_t heads = hash.layers * hash.kv_heads;
+  const int64_t wanted = std::llround(clo.persistent_share * static_cast<double>(heads));
+  if (wanted == 0) return {};
+  std::vector<uint8_t> persistent(static_cast<size_t>(heads));
+  const int64_t first = std::min(wanted, hash.kv_heads), rest = heads - first;
+  std::fill_n(persistent.begin(), first, 1);
+  for (int64_t i = 0; i < wanted - first; ++i) {
+    persistent[static_cast<size_t>(first + i * rest / (wanted - first))] = 1;
+  }
+  return persistent;
 }
 
 absl::Status OutOfRange(const PolicyOptions& options, const char* field,
@@ -257,6 +340,12 @@ absl::Status Check(const PolicyOptions& options, const HashShape& hash, int64_t 
   if (!(clo.similarity >= -1 && clo.similarity <= 1)) {
     return OutOfRange(options, "clo_similarity", "a cosine from -1 to 1", clo.similarity);
   }
+  if (!(clo.persistent_share >= 0 && clo.persistent_share <= 1)) {
+    return OutOfRange(options, "clo_persistent_share", "0 to 1", clo.persistent_share);
+  }
+  if (!(clo.resident_share >= 0 && clo.resident_share <= 1)) {
+    return OutOfRange(options, "clo_resident_share", "0 to 1", clo.resident_share);
+  }
   if (clo.hash_bits < 32 || clo.hash_bits > kernels::kMaxHashBits || clo.hash_bits % 32 != 0) {
     return OutOfRange(options, "clo_hash_bits",
                       absl::StrCat("a multiple of 32 up to ", kernels::kMaxHashBits),
@@ -283,19 +372,25 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyO
   tier_options.dense_layers = std::min(options.dense_layers, layout.layers);
   tier_options.ring_blocks = RingBlocks(kv);
   tier_options.recall_blocks = static_cast<int>(kv.BlocksFor(options.budget_tokens));
-  tier_options.recall_divisor = options.clo.budget_divisor;
+  const int divisor = options.clo.budget_divisor;
+  tier_options.recall_share =
+      std::max(divisor > 0 ? 1.0 / divisor : 0.0, options.clo.resident_share);
+  tier_options.persistent = PersistentHeads(options.clo, hash);
   tier_options.unit_tokens = kUnitTokens;
   tier_options.arrays = {
       {"hash codes", 1, static_cast<int32_t>(hash.bits / 32), kernels::DType::kFloat32},
       {"lengths of keys", 1, 1, kernels::DType::kBFloat16}};
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
-  const int64_t of_longest =
-      options.clo.budget_divisor > 0 ? options.max_context / options.clo.budget_divisor : 0;
+  // A persistent head may select as many tokens as a short sequence has places.
+  const int64_t of_short =
+      tier_options.persistent.empty()
+          ? options.budget_tokens
+          : (tier_options.ring_blocks + tier_options.recall_blocks) * kv.block_tokens;
+  const int64_t of_longest = divisor > 0 ? options.max_context / divisor : 0;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<TokenFetch> fetch,
-                          TokenFetch::Create(options, tier.get(),
-                                             std::max<int64_t>(options.budget_tokens, of_longest)));
-  SLUICE_ASSIGN_OR_RETURN(Tables tables, NewTables(options, hash));
+                          TokenFetch::Create(options, tier.get(), std::max(of_short, of_longest)));
+  SLUICE_ASSIGN_OR_RETURN(Tables tables, NewTables(options, hash, tier_options.persistent));
   return std::unique_ptr<AttentionPolicy>(new CloPolicy(
       options, std::move(tier), std::move(written), hash, std::move(fetch), std::move(tables)));
 }

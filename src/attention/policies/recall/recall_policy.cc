@@ -41,8 +41,10 @@ class RecallPolicy : public OffloadPolicy {
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Score(stream, layer, predicted);
     Select(stream, layer, predicted);
-    fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted,
-                  /*keeps=*/!options().recall.fetch_all);
+    TokenFetch::Rule rule;
+    rule.whole = !options().recall.fetch_all;
+    rule.forget = options().recall.fetch_all;
+    fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, rule);
   }
 
  protected:
