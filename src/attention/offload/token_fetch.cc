@@ -111,16 +111,21 @@ void TokenFetch::Bring(Stream& stream, Stream& fetches, int layer, const Queries
   // else lies in HBM costs no fetch.
   kernels::SplitParams list = SplitOf(layer, predicted, bring_);
   list.wanted = rule.offloaded;
-  list.whole = list.by_place = rule.whole;
+  list.whole = rule.whole;
+  list.by_place = rule.whole && rule.by_place;
   kernels_.Split(stream, list);
   fetches.After(stream);
   Move(fetches, layer, predicted.rows);
 }
 
-void TokenFetch::Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent) {
+void TokenFetch::Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent,
+                     bool alone) {
   kernels::SplitParams list = SplitOf(layer, queries, add_);
   list.wanted = persistent;
   kernels_.Split(stream, list);
+  // A selection that cannot miss would only hide how often the others do, so it is not counted:
+  // these lists are empty.
+  if (alone) Count(stream, layer, queries, MissingOf(add_), MissingOf(add_));
 }
 
 void TokenFetch::Attend(Stream& stream, int layer, const Queries& queries, void* out,
@@ -152,21 +157,28 @@ kernels::SplitParams TokenFetch::SplitOf(int layer, const Queries& queries, cons
   return params;
 }
 
-void TokenFetch::GivePlaces(Stream& stream, int layer, const Queries& predicted) {
-  kernels::RecallDueParams due{};  // always due; the operator also counts
-  due.slots = predicted.slots;
-  due.selected = SelectedOf(bring_);
-  due.missing = MissingOf(bring_);
+kernels::RecallDueParams TokenFetch::Count(Stream& stream, int layer, const Queries& queries,
+                                           const kernels::UnitLists& selected,
+                                           const kernels::UnitLists& missing) {
+  kernels::RecallDueParams due{};
+  due.slots = queries.slots;
+  due.selected = selected;
+  due.missing = missing;
   due.since = since_.as<int32_t>() + int64_t{layer} * options_.slots;
   due.counters = counters_->of(layer);
   due.due = due_.as<int32_t>();
-  due.rows = predicted.rows;
+  due.rows = queries.rows;
   due.kv_heads = static_cast<int32_t>(kv_heads_);
   due.unit_tokens = kUnitTokens;
   due.budget_units = options_.budget_tokens;
   due.interval = 1;
   kernels_.RecallDue(stream, due);
+  return due;
+}
 
+void TokenFetch::GivePlaces(Stream& stream, int layer, const Queries& predicted) {
+  const kernels::RecallDueParams due =
+      Count(stream, layer, predicted, SelectedOf(bring_), MissingOf(bring_));
   kernels::RecallParams recall{};
   recall.residency = tier_->Residency(layer);
   recall.slots = predicted.slots;

@@ -50,6 +50,9 @@ class TokenFetch {
     const int32_t* offloaded = nullptr;
     // True: rows attend to everything that has a place, else to what was selected alone.
     bool whole = true;
+    // With `whole`: rows attend in the order of places, which takes less time to list than that of
+    // tokens. A row's bits then depend on where its tokens lie.
+    bool by_place = false;
     // True: lists that selected give all places behind the ring back first, so that everything is
     // fetched anew.
     bool forget = false;
@@ -59,8 +62,9 @@ class TokenFetch {
   void Bring(Stream& stream, Stream& fetches, int layer, const Queries& predicted,
              const Rule& rule);
   // Takes the selection of Use::kAdd for the lists of persistent heads, [lists] not 0. It comes
-  // between the layer's Bring and Attend, where the layer has a Bring.
-  void Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent);
+  // between the layer's Bring and Attend. A layer of persistent heads `alone` has no Bring.
+  void Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent,
+           bool alone);
   // Attends to what Bring found. REQUIRES: the stream comes after `fetches`.
   void Attend(Stream& stream, int layer, const Queries& queries, void* out,
               kernels::DType out_type);
@@ -94,6 +98,10 @@ class TokenFetch {
   }
   // Returns a call that splits every list and changes no place.
   kernels::SplitParams SplitOf(int layer, const Queries& queries, const Scored& scored);
+  // Decides that places are due in this step, and counts the step and its lists.
+  kernels::RecallDueParams Count(Stream& stream, int layer, const Queries& queries,
+                                 const kernels::UnitLists& selected,
+                                 const kernels::UnitLists& missing);
   void GivePlaces(Stream& stream, int layer, const Queries& predicted);
   void Move(Stream& stream, int layer, int32_t rows);
 

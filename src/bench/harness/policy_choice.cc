@@ -69,7 +69,11 @@ constexpr Preset kPresets[] = {
        o.clo.resident_share = 0.3;
        o.clo.attend_whole = false;
      }},
-    {"hata", "clo", [](PolicyOptions& o) { o.clo.persistent_share = 1; }},
+    {"hata", "clo",
+     [](PolicyOptions& o) {
+       o.clo.persistent_share = 1;
+       o.clo.attend_whole = false;
+     }},
     {"hgca", "hgca", [](PolicyOptions&) {}},
     {kMeanSelection, "hgca", [](PolicyOptions&) {}},
     {"oracle", "oracle", [](PolicyOptions&) {}},

@@ -146,7 +146,10 @@ void CheckExactWhileItFits(const PolicyRig::Shape& of) {
       options.name = name;
       options.budget_tokens =
           (2 + Below(random, 4)) * shape.block_tokens + Below(random, shape.block_tokens);
-      if (options.name == "clo") options.budget_tokens += 68;  // its ring and first tokens
+      if (options.name == "clo") {
+        options.budget_tokens += 68;  // its ring and first tokens
+        options.clo.persistent_share = 0.5 * trial / kTrials;
+      }
       options.dense_layers = trial % 3;
       options.workers = 1 + Below(random, 2);
       options.hgca.window_tokens = (1 + Below(random, 4)) * shape.block_tokens;

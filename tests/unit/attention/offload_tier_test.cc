@@ -11,9 +11,38 @@
 namespace sluice::offload_tiers {
 namespace {
 
-const Shape kShapes[] = {{1, 2, 3, kBlock}, {0, 1, 0, kBlock},   {2, 3, 5, 1},
-                         {1, 1, 2, 1},      {4, 2, 2, kBlock},   {0, 100, 4, kBlock},
-                         {1, 1, 1, 1, 3},   {0, 2, 1, kBlock, 2}};
+const Shape kShapes[] = {
+    {1, 2, 3, kBlock},
+    {0, 1, 0, kBlock},
+    {2, 3, 5, 1},
+    {1, 1, 2, 1},
+    {4, 2, 2, kBlock},
+    {0, 100, 4, kBlock},
+    {1, 1, 1, 1, 0.3},
+    {0, 2, 1, kBlock, 0.5},
+    // One head of layer 1, both of layer 2, and none of layer 3 are persistent.
+    {1, 1, 2, 1, 0.2, {0, 1, 0, 1, 1, 1, 0, 0}},
+    {0, 2, 1, kBlock, 0, {1, 0, 0, 1, 1, 1, 0, 0}}};
+
+// Returns the pages that the heads of a layer share. No block is two heads'.
+std::set<int32_t> PagesOfHeads(Tiers& t, int slot, int layer, int64_t total) {
+  const kernels::PagedCache places = t.tier->Places(layer);
+  const int64_t whole = t.options.ring_blocks + (total + kBlock - 1) / kBlock;
+  std::set<int32_t> blocks, pages;
+  for (int head = 0; head < kHeads; ++head) {
+    const int64_t count = t.tier->persistent(layer, head)
+                              ? whole
+                              : t.tier->PlacesOf(total) / (kBlock / t.options.unit_tokens);
+    const int32_t* const table =
+        places.block_table + slot * places.table_stride + *t.At(places.head_tables + head);
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t block = *t.At(table + i);
+      REQUIRE(blocks.insert(block).second);
+      pages.insert(block / kHeads);
+    }
+  }
+  return pages;
+}
 
 // Returns the pages of a slot, by use: no page has two uses.
 std::multiset<int32_t> PagesOf(Tiers& t, int slot, int64_t total) {
@@ -30,8 +59,13 @@ std::multiset<int32_t> PagesOf(Tiers& t, int slot, int64_t total) {
       continue;
     }
     const kernels::PagedCache places = t.tier->Places(layer);
-    add(places.block_table, places.table_stride,
-        t.tier->PlacesOf(total) / (kBlock / t.options.unit_tokens));
+    if (places.head_tables != nullptr) {
+      const std::set<int32_t> of_heads = PagesOfHeads(t, slot, layer, total);
+      pages.insert(of_heads.begin(), of_heads.end());
+    } else {
+      add(places.block_table, places.table_stride,
+          t.tier->PlacesOf(total) / (kBlock / t.options.unit_tokens));
+    }
     const auto rows = [&](const kernels::PagedRows& r, int64_t count) {
       add(r.page_table, r.table_stride, (count + r.rows_per_page - 1) / r.rows_per_page);
     };
@@ -240,6 +274,8 @@ TEST_CASE("an option out of range is refused by its name") {
   CHECK(message({1, 0, 3, kBlock}) == "ring_blocks: expected at least 1, found 0");
   CHECK(message({1, 1, -1, kBlock}) == "recall_blocks: expected 0 or more, found -1");
   CHECK(message({1, 1, 1, kBlock, -2}) == "recall_share: expected 0 to 1, found -2");
+  CHECK(message({1, 1, 1, kBlock, 1.5}) == "recall_share: expected 0 to 1, found 1.5");
+  CHECK(message({1, 1, 1, kBlock, 0, {1, 1}}) == "persistent: expected none or 8 heads, found 2");
   CHECK(message({1, 1, 1, 3}) == "unit_tokens: expected 1 or a block's 16, found 3");
   CHECK(message({}, 4096).find("the rows of digests, residency") != std::string::npos);
 }

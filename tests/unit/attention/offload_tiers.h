@@ -41,6 +41,7 @@ struct Shape {
   int recall_blocks = 3;
   int unit_tokens = kBlock;
   double recall_share = 0;
+  std::vector<uint8_t> persistent = {};
 };
 
 struct Tiers {
@@ -65,7 +66,8 @@ struct Tiers {
     options.ring_blocks = shape.ring_blocks;
     options.recall_blocks = shape.recall_blocks;
     options.unit_tokens = shape.unit_tokens;
-    options.recall_share = shape.recall_divisor;
+    options.recall_share = shape.recall_share;
+    options.persistent = shape.persistent;
     options.arrays = {{"digests", kBlock, 2 * kDim, kernels::DType::kBFloat16},
                       {"average", 0, 1, kernels::DType::kFloat32}};
   }
@@ -78,6 +80,15 @@ struct Tiers {
     const kernels::PagedCache home = tier->Home(0);
     const auto home_bytes = static_cast<size_t>(kSlots * home.table_stride) * sizeof(int32_t);
     homes = {home.block_table, *device->Allocate(MemoryKind::kPinned, home_bytes, "test")};
+    for (int layer = options.dense_layers; layer < kLayers; ++layer) {
+      const kernels::PagedCache places = tier->Places(layer);
+      if (places.head_tables == nullptr) continue;
+      constexpr size_t kBytes = sizeof(int32_t) * kLayers * kHeads;
+      head_tables = {places.head_tables - layer * kHeads,
+                     *device->Allocate(MemoryKind::kPinned, kBytes, "test")};
+      persistent = {tier->Residency(layer).persistent - layer * kHeads,
+                    *device->Allocate(MemoryKind::kPinned, kBytes, "test")};
+    }
   }
   void Finish() {
     stream->Record(*done);
@@ -85,8 +96,9 @@ struct Tiers {
   }
   // Copies the device's memory to the host.
   void ReadBack() {
-    for (const Seen& seen : {std::cref(arena), std::cref(tables), std::cref(homes)}) {
-      stream->Copy(seen.host.data(), seen.device, seen.host.bytes());
+    for (const Seen* seen : All()) {
+      if (seen->host.bytes() == 0) continue;
+      stream->Copy(seen->host.data(), seen->device, seen->host.bytes());
     }
     Finish();
   }
@@ -95,10 +107,10 @@ struct Tiers {
   template <typename T>
   const T* At(const T* address) const {
     const auto* const at = reinterpret_cast<const uint8_t*>(address);
-    for (const Seen& seen : {std::cref(arena), std::cref(tables), std::cref(homes)}) {
-      const auto* const begin = static_cast<const uint8_t*>(seen.device);
-      if (at >= begin && at < begin + seen.host.bytes()) {
-        return reinterpret_cast<const T*>(seen.host.as<uint8_t>() + (at - begin));
+    for (const Seen* seen : All()) {
+      const auto* const begin = static_cast<const uint8_t*>(seen->device);
+      if (at >= begin && at < begin + seen->host.bytes()) {
+        return reinterpret_cast<const T*>(seen->host.as<uint8_t>() + (at - begin));
       }
     }
     return address;
@@ -129,7 +141,14 @@ struct Tiers {
   }
 
   const uint8_t* Block(const kernels::PagedCache& cache, int slot, int64_t entry, int head) const {
-    const int32_t page = *At(cache.block_table + slot * cache.table_stride + entry);
+    const int32_t* const table = cache.block_table + slot * cache.table_stride;
+    if (cache.head_tables != nullptr) {
+      const int32_t block = *At(table + *At(cache.head_tables + head) + entry);
+      SLUICE_CHECK(block >= 0);
+      return At(static_cast<const uint8_t*>(cache.base) +
+                block * (cache.page_bytes / cache.kv_heads));
+    }
+    const int32_t page = *At(table + entry);
     SLUICE_CHECK(page >= 0);
     return At(static_cast<const uint8_t*>(cache.base) + page * cache.page_bytes +
               head * (cache.page_bytes / cache.kv_heads));
@@ -196,6 +215,16 @@ struct Tiers {
         for (int64_t t = OldUnits(tokens) * options.unit_tokens; t < tokens; ++t) {
           CheckToken(tier->Ring(layer), slot, t % ring_tokens, layer, head, t, mark);
         }
+        const bool persists = tier->persistent(layer, head);
+        if (residency.persistent != nullptr) {
+          REQUIRE(*At(residency.persistent + head) == (persists ? 1 : 0));
+        }
+        if (persists) {
+          for (int64_t t = 0; t < OldUnits(tokens) * options.unit_tokens; ++t) {
+            CheckToken(tier->Places(layer), slot, ring_tokens + t, layer, head, t, mark);
+          }
+          continue;
+        }
         const int32_t places = tier->PlacesOf(total);
         std::map<int32_t, int32_t> place_of;
         for (size_t i = 0; i < list->size() && ring_units + static_cast<int64_t>(i) < places; ++i) {
@@ -240,10 +269,14 @@ struct Tiers {
     Buffer host;  // copy of its bytes
   };
 
+  std::vector<const Seen*> All() const {
+    return {&arena, &tables, &homes, &head_tables, &persistent};
+  }
+
   OffloadTierOptions options;
   std::unique_ptr<Device> device;
   std::unique_ptr<PagePool> hbm, dram;
-  Seen arena, tables, homes;
+  Seen arena, tables, homes, head_tables, persistent;
   std::unique_ptr<Event> done;
   std::unique_ptr<Stream> stream;
   std::unique_ptr<OffloadTier> tier;

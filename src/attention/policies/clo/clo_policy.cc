@@ -57,6 +57,7 @@ class CloPolicy : public OffloadPolicy {
     rule.selected = missed;
     rule.offloaded = OffloadedLists(layer);
     rule.whole = options().clo.attend_whole;
+    rule.by_place = true;
     rule.forget = options().clo.refill == PolicyOptions::Clo::Refill::kReplace;
     fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, rule);
   }
@@ -68,7 +69,7 @@ class CloPolicy : public OffloadPolicy {
                     kernels::DType out_type) override {
     if (heads_[static_cast<size_t>(layer)] != Heads::kOffloaded) {
       Select(stream, layer, queries, TokenFetch::Use::kAdd, PersistentLists(layer));
-      fetch_->Add(stream, layer, queries, PersistentLists(layer));
+      fetch_->Add(stream, layer, queries, PersistentLists(layer), !LooksAhead(layer));
     }
     if (LooksAhead(layer)) stream.After(LayerBranch(stream, layer));
     fetch_->Attend(stream, layer, queries, out, out_type);
@@ -214,7 +215,7 @@ class CloPolicy : public OffloadPolicy {
     kernels().HashScores(stream, params);
 
     kernels::TopKParams select = fetch_->Selection(queries, use);
-    select.k = ahead ? options().budget_tokens : static_cast<int32_t>(LeastPlaces());
+    select.k = ahead ? options().budget_tokens : static_cast<int32_t>(SparseExactTokens());
     select.k_divisor = divisor();
     select.first_units = kSinkTokens;
     select.wanted = wanted;

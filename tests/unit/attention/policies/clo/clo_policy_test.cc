@@ -64,6 +64,9 @@ class NaiveHead {
         seed_(seed),
         layer_(layer_and_head.first),
         head_(layer_and_head.second),
+        persistent_(!options.clo.persistent.empty() &&
+                    options.clo.persistent[static_cast<size_t>(layer_ * shape.kv_heads + head_)] !=
+                        0),
         fused_(shape.kernels == "cuda") {
     const HashShape hash{shape.layers, shape.kv_heads, shape.head_dim, kBits};
     const auto of_head = static_cast<size_t>(shape.head_dim) * kBits;
@@ -86,6 +89,7 @@ class NaiveHead {
 
   // Returns what the row at `position` attends to.
   std::set<int> Attend(int position) {
+    if (persistent_) return Select(position);
     if (Misses(position)) Replace(position, Select(position));
     std::set<int> attended;
     for (int t = std::max(0, position - kRing + 1); t <= position; ++t) attended.insert(t);
@@ -112,7 +116,8 @@ class NaiveHead {
   int Group() const { return shape_.heads / shape_.kv_heads; }
   std::vector<float> Query(int position, int head_of_group) const {
     const PolicyRig::Vectors own = make_(seed_, layer_, position);
-    const auto first = own.predicted.begin() + (head_ * Group() + head_of_group) * shape_.head_dim;
+    const std::vector<float>& q = persistent_ ? own.q : own.predicted;
+    const auto first = q.begin() + (head_ * Group() + head_of_group) * shape_.head_dim;
     return {first, first + shape_.head_dim};
   }
   std::vector<float> Key(int position) const {
@@ -186,7 +191,10 @@ class NaiveHead {
     }
     std::sort(others.begin(), others.end());
     const int divisor = options_.clo.budget_divisor;
-    const int k = std::max(options_.budget_tokens, divisor > 0 ? (position + 1) / divisor : 0);
+    const int bt = shape_.block_tokens;
+    const int least =
+        persistent_ ? kRing + (options_.budget_tokens + bt - 1) / bt * bt : options_.budget_tokens;
+    const int k = std::max(least, divisor > 0 ? (position + 1) / divisor : 0);
     for (const auto& [minus, t] : others) {
       if (static_cast<int>(chosen.size()) < k) chosen.insert(t);
     }
@@ -196,6 +204,9 @@ class NaiveHead {
   // Refill by difference: what is new takes the places of what was selected longest ago.
   void Replace(int position, const std::set<int>& chosen) {
     selected += std::ssize(chosen);
+    if (options_.clo.refill == PolicyOptions::Clo::Refill::kReplace) {
+      for (Place& place : places_) place.unit = -1;
+    }
     std::vector<int> missing;
     for (const int unit : chosen) {
       if (position - unit < kRing) continue;
@@ -224,7 +235,7 @@ class NaiveHead {
   const PolicyRig::Make make_;
   const uint64_t seed_;
   const int layer_, head_;
-  const bool fused_;
+  const bool persistent_, fused_;
   std::vector<float> hash_;  // [head_dim][kBits]
   std::vector<Place> places_;
   int labelled_ = -1;
@@ -247,6 +258,8 @@ struct NaiveCase {
   int budget, divisor, context, steps;
   bool refresh = true;
   float similarity = 0.8f;
+  std::vector<uint8_t> persistent = {};
+  PolicyOptions::Clo::Refill refill = PolicyOptions::Clo::Refill::kDelta;
 };
 
 // Decodes one sequence and checks every row against softmax over what the naive head attends to.
@@ -258,6 +271,8 @@ PolicyStatistics::Layer CheckAgainstNaive(const PolicyRig::Shape& shape, const N
   options.clo.budget_divisor = c.divisor;
   options.clo.refresh = c.refresh;
   options.clo.similarity = c.similarity;
+  options.clo.persistent = c.persistent;
+  options.clo.refill = c.refill;
   const auto policy = MakePolicy(options);
   const uint64_t seed = TestSeed();
   rig.Admit(*policy, 1, seed, c.context, c.context + c.steps);
@@ -322,6 +337,72 @@ void TestNaive(const PolicyRig::Shape& of) {
 SLUICE_TEST_ON_CPU_AND_GPU(
     "a row attends to what each head selected for queries like its own, and to the ring", TestNaive)
 
+void TestPersistent(const PolicyRig::Shape& shape) {
+  REQUIRE(shape.layers == 3);
+  NaiveCase c{80, 3, 400, 24};
+  // Layer 0 is persistent, one head of layer 1 is, and none of layer 2.
+  c.persistent = {1, 1, 0, 1, 0, 0};
+  const PolicyStatistics::Layer some = CheckAgainstNaive(shape, c);
+  CHECK(some.lookups == int64_t{3} * c.steps);  // persistent heads look nothing up
+  c.persistent = {1, 1, 1, 1, 1, 1};
+  c.context = 90;  // shorter than what the ring and the budget hold
+  const PolicyStatistics::Layer all = CheckAgainstNaive(shape, c);
+  CHECK(all.lookups == 0);
+  CHECK(all.recalled == 0);
+}
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "a persistent head selects by its own queries in every step, and fetches nothing",
+    TestPersistent)
+
+void TestReplace(const PolicyRig::Shape& shape) {
+  NaiveCase c{96, 4, 400, 24};
+  const PolicyStatistics::Layer delta = CheckAgainstNaive(shape, c);
+  c.refill = PolicyOptions::Clo::Refill::kReplace;
+  const PolicyStatistics::Layer replace = CheckAgainstNaive(shape, c);
+  // The same heads miss and select the same, and every selected token outside the ring is fetched.
+  CHECK(replace.misses == delta.misses);
+  CHECK(replace.selected == delta.selected);
+  CHECK(replace.recalled == replace.selected - replace.misses * kRing);
+  CHECK(replace.recalled > delta.recalled);
+}
+SLUICE_TEST_ON_CPU_AND_GPU("refill by replacement fetches all that a head selected", TestReplace)
+
+// Where the prediction is right, it makes no difference to a bit of the result whether tokens are
+// fetched in time, were kept, or have been in HBM all along.
+void TestWhereTokensLie(const PolicyRig::Shape& shape) {
+  const PolicyRig::Make random = RandomVectors(shape, 0);
+  const uint64_t seed = TestSeed();
+  const auto decode = [&](auto change) {
+    PolicyRig rig(shape, random);
+    PolicyOptions options = rig.Options();
+    options.budget_tokens = 80;
+    options.clo.similarity = 1;
+    options.clo.attend_whole = false;
+    change(options.clo);
+    const auto policy = MakePolicy(options);
+    rig.Admit(*policy, 1, seed, 300, 330);
+    testing::Decoded decoded;
+    for (int step = 0; step < 20; ++step) testing::Add(decoded, rig.Step(*policy, {1}), 0);
+    const PolicyStatistics::Layer sums = SumsOf(*policy);
+    rig.Release(*policy, 1);
+    return std::pair(decoded, sums.recalled);
+  };
+  const auto [hata, none] = decode([](PolicyOptions::Clo& clo) { clo.persistent_share = 1; });
+  const auto [lru, some] = decode([](PolicyOptions::Clo& clo) { clo.resident_share = 0.5; });
+  const auto [half, fewer] = decode([](PolicyOptions::Clo& clo) { clo.persistent_share = 0.5; });
+  const auto [fetched, all] =
+      decode([](PolicyOptions::Clo& clo) { clo.refill = PolicyOptions::Clo::Refill::kReplace; });
+  CHECK(lru == hata);
+  CHECK(half == hata);
+  CHECK(fetched == hata);
+  CHECK(none == 0);
+  CHECK(some > 0);
+  CHECK(fewer > 0);
+  CHECK(all > some);
+}
+SLUICE_TEST_ON_CPU_AND_GPU("the bits of a row do not depend on where its tokens lay",
+                           TestWhereTokensLie)
+
 void TestNeverAndAlways(const PolicyRig::Shape& shape) {
   // Whatever can be compared hits: the first row selects, and nothing is fetched later.
   NaiveCase c{96, 0, 300, 20, /*refresh=*/false, /*similarity=*/-1};
@@ -343,20 +424,22 @@ SLUICE_TEST_ON_CPU_AND_GPU("a threshold of -1 never selects again, and one of 1 
 
 void Traffic(const PolicyRig::Shape& of) {
   PolicyRig::Shape shape = of;
-  const auto check = [&](int divisor, bool refresh) {
+  const auto check = [&](int divisor, bool refresh, double persistent) {
     testing::CheckTraffic(shape, TurningQueries(shape), [&](const PolicyRig& rig, bool) {
       PolicyOptions options = rig.Options();
       options.budget_tokens = 80;
       options.dense_layers = 1;
       options.clo.budget_divisor = divisor;
       options.clo.refresh = refresh;
+      options.clo.persistent_share = persistent;
       return MakePolicy(options);
     });
   };
-  check(0, true);
+  check(0, true, 0);
+  check(3, true, 0.7);
   shape.threads = 3;
   shape.row_bucket = 3;
-  check(4, false);
+  check(4, false, 0.5);
 }
 SLUICE_TEST_ON_CPU_AND_GPU("clo: sequences that come and go give to the bit what each gives alone",
                            Traffic)
@@ -468,6 +551,10 @@ TEST_CASE("clo: options out of range are refused by name") {
   refused("clo_similarity: ", [](PolicyOptions& o) { o.clo.similarity = 1.5f; });
   refused("clo_similarity: ",
           [](PolicyOptions& o) { o.clo.similarity = std::numeric_limits<float>::quiet_NaN(); });
+  refused("clo_persistent_share: ", [](PolicyOptions& o) { o.clo.persistent_share = 1.1; });
+  refused("clo_resident_share: ", [](PolicyOptions& o) { o.clo.resident_share = -0.1; });
+  refused("clo.persistent: ", [](PolicyOptions& o) { o.clo.persistent = {1}; });
+  refused("clo.thresholds: ", [](PolicyOptions& o) { o.clo.thresholds = {1, 1}; });
   refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 100; });
   refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 288; });
 }
