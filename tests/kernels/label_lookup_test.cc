@@ -220,15 +220,23 @@ void TestWalk(const KernelTable& table, Random& random) {
       }
       const int64_t lists = int64_t{kRows} * shape.kv_heads;
       Guarded<int32_t> got_missed(lists), want_missed(lists);
-      RunThreads(table.label_lookup, got.Params(q, slots, positions, got_missed), 3);
-      RunWorkers(Reference().label_lookup, want.Params(q, slots, positions, want_missed), 1);
+      Guarded<int32_t> wanted(lists);  // in every third step some lists have no lookup
+      for (int64_t list = 0; list < lists; ++list) {
+        wanted[list] = step % 3 != 0 || random() % 2 == 0 ? 1 : 0;
+        if (slots[list / shape.kv_heads] >= 0) lookups += wanted[list];
+      }
+      LabelLookupParams params = got.Params(q, slots, positions, got_missed);
+      params.wanted = wanted.data();
+      RunThreads(table.label_lookup, params, 3);
+      params = want.Params(q, slots, positions, want_missed);
+      params.wanted = wanted.data();
+      RunWorkers(Reference().label_lookup, params, 1);
       CHECK(got_missed.Damage() + got.labels.Damage() + got.labelled.Damage() == "");
       REQUIRE(std::ranges::equal(got_missed.span(), want_missed.span()));
       REQUIRE(std::ranges::equal(got.labelled.span(), want.labelled.span()));
       REQUIRE(std::memcmp(got.labels.data(), want.labels.data(), want.labels.span().size_bytes()) ==
               0);
       for (const int32_t missed : want_missed) misses += missed;
-      lookups += lists - shape.kv_heads;
     }
     for (int32_t slot = 0; slot < kSlots; ++slot) {
       CHECK(got.counters[slot].lookups == want.counters[slot].lookups);
