@@ -129,8 +129,9 @@ struct PolicyOptions {
     Refill refill = Refill::kDelta;
     // The share of a sequence's tokens that have a place for each head; 0: as many as it selects.
     double resident_share = 0;
-    // False: rows attend to what their head selected last alone, not to all that has a place.
-    bool attend_whole = true;
+    // False: every head selects in every step, and rows attend to that selection alone, not to all
+    // that has a place.
+    bool reuse = true;
   } clo;
 
   struct Hgca {

@@ -23,11 +23,9 @@ uint8_t* PartAddress(const kernels::PagedCache& cache, int32_t slot, int64_t pos
                      int part) {
   int64_t block = position / cache.block_tokens;
   if (cache.ring_blocks > 0) block %= cache.ring_blocks;
-  const int32_t page = cache.block_table[slot * cache.table_stride + block];
   const int64_t part_bytes = int64_t{cache.block_tokens} * cache.head_dim * SizeOf(cache.type);
-  return static_cast<uint8_t*>(cache.base) + page * cache.page_bytes +
-         (int64_t{head} * kParts + part) * part_bytes +
-         position % cache.block_tokens * cache.head_dim * SizeOf(cache.type);
+  return static_cast<uint8_t*>(cache.base) + HeadBlockOffset(cache, slot, block, head) +
+         part * part_bytes + position % cache.block_tokens * cache.head_dim * SizeOf(cache.type);
 }
 
 // Returns the hash of a token's key and value of one head, as they are in the cache.

@@ -29,7 +29,7 @@ int64_t Between(SplitMix64& random, int64_t low, int64_t high) {
 }
 
 // Policies over the offload tiers.
-constexpr const char* kSparse[] = {"oracle", "scout", "recall", "hgca"};
+constexpr const char* kSparse[] = {"oracle", "scout", "recall", "hgca", "clo"};
 // Policies over latent caches.
 constexpr const char* kOffloading[] = {"ess", "offload-naive"};
 
@@ -68,6 +68,23 @@ void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
     node->device.late_workers = 0.001;
     if (OneIn(random, 3)) node->device.leaving_workers = 0.0005;
   }
+}
+
+// Draws the forms of clo. These draws are separate, so that a seed stays the same otherwise. The
+// budget covers the ring and the first tokens.
+void DrawClo(uint64_t seed, PolicyOptions* policy) {
+  if (policy->name != "clo") return;
+  SplitMix64 random(seed);
+  PolicyOptions::Clo& clo = policy->clo;
+  policy->budget_tokens += 64;
+  clo.budget_divisor = static_cast<int>(random.Below(5));
+  clo.similarity = static_cast<float>(2 * random.Uniform() - 1);
+  clo.refresh = !OneIn(random, 4);
+  clo.hash_bits = 32;
+  clo.reuse = !OneIn(random, 4);
+  clo.refill = static_cast<PolicyOptions::Clo::Refill>(random.Below(2));
+  if (OneIn(random, 2)) clo.persistent_share = random.Uniform();
+  if (OneIn(random, 3)) clo.resident_share = random.Uniform();
 }
 
 // Draws a policy that keeps latent entries in DRAM, with pools of a few KV slots or as large as HBM
@@ -152,6 +169,7 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
   if (wanted.empty() ? OneIn(random, 2) : is_wanted(kSparse)) {
     DrawSparse(random, longest, &node);
     if (!wanted.empty()) node.policy.name = wanted;
+    DrawClo(node.engine.seed, &node.policy);
     node.longest = LongestSequence(node);
   } else if (offloads || OneIn(random, 2)) {
     node.top_k = static_cast<int>(Between(random, 1, OneIn(random, 3) ? longest : 16));

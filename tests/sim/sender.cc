@@ -22,12 +22,13 @@ uint32_t Crc32c(const std::vector<uint8_t>& bytes) {
 }
 
 // Returns whether hints can change no token of this policy. Hints only say what lies in HBM first.
-// Where a row attends to everything in HBM, selected or not (scout and recall, but for the forms of
-// their papers), hints rightly change its tokens, and a sequence alone has none. (Predicted queries
+// Where a row attends to everything in HBM, selected or not (scout, recall and clo, but for some of
+// their forms), hints rightly change its tokens, and a sequence alone has none. (Predicted queries
 // are exact here. A real model's are not, and the place of a block decides which queries scout
 // attends with, so there hints may change a token in the paper's form, too.)
 bool HintsChangeNoToken(const PolicyOptions& policy) {
   if (policy.name == "scout") return !policy.scout.attend_whole;
+  if (policy.name == "clo") return !policy.clo.reuse;
   return policy.name != "recall" || policy.recall.fetch_all;
 }
 

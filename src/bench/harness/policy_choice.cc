@@ -59,20 +59,18 @@ constexpr Preset kPresets[] = {
      }},
     {"clo-fetch-all", "clo",
      [](PolicyOptions& o) {
-       o.clo.similarity = 1;  // no label is like that
+       o.clo.reuse = false;
        o.clo.refill = Refill::kReplace;
-       o.clo.attend_whole = false;
      }},
     {"lru", "clo",
      [](PolicyOptions& o) {
-       o.clo.similarity = 1;
+       o.clo.reuse = false;
        o.clo.resident_share = 0.3;
-       o.clo.attend_whole = false;
      }},
     {"hata", "clo",
      [](PolicyOptions& o) {
+       o.clo.reuse = false;
        o.clo.persistent_share = 1;
-       o.clo.attend_whole = false;
      }},
     {"hgca", "hgca", [](PolicyOptions&) {}},
     {kMeanSelection, "hgca", [](PolicyOptions&) {}},

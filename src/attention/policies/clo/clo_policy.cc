@@ -50,13 +50,16 @@ class CloPolicy : public OffloadPolicy {
   // Lookup and prefetch (CLO, 4.2): the predicted queries decide which heads miss. Those select by
   // the scores of codes, their labels become these queries, and what they selected is fetched.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
-    Lookup(stream, layer, predicted);
-    const auto* const missed = tables_.missed.as<int32_t>();
-    Select(stream, layer, predicted, TokenFetch::Use::kBring, missed);
+    const int32_t* selecting = OffloadedLists(layer);
+    if (options().clo.reuse) {
+      Lookup(stream, layer, predicted);
+      selecting = tables_.missed.as<int32_t>();
+    }
+    Select(stream, layer, predicted, TokenFetch::Use::kBring, selecting);
     TokenFetch::Rule rule;
-    rule.selected = missed;
+    rule.selected = selecting;
     rule.offloaded = OffloadedLists(layer);
-    rule.whole = options().clo.attend_whole;
+    rule.whole = options().clo.reuse;
     rule.by_place = true;
     rule.forget = options().clo.refill == PolicyOptions::Clo::Refill::kReplace;
     fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, rule);
@@ -76,9 +79,11 @@ class CloPolicy : public OffloadPolicy {
   }
 
   // Rows attend to every token that has a place, and a sequence has places for the budget at least;
-  // a persistent head selects as many. Rows that attend to their selection alone have the budget.
+  // a persistent head selects as many. Without reuse rows attend to what was selected alone, and a
+  // refill by replacement leaves nothing else its place.
   int64_t SparseExactTokens() const override {
-    return options().clo.attend_whole ? LeastPlaces() : options().budget_tokens;
+    const bool keeps = options().clo.refill == PolicyOptions::Clo::Refill::kDelta;
+    return options().clo.reuse && keeps ? LeastPlaces() : options().budget_tokens;
   }
 
   // A token that leaves the ring stays in HBM while a place is free. Otherwise it waits for its

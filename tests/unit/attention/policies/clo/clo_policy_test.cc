@@ -376,8 +376,7 @@ void TestWhereTokensLie(const PolicyRig::Shape& shape) {
     PolicyRig rig(shape, random);
     PolicyOptions options = rig.Options();
     options.budget_tokens = 80;
-    options.clo.similarity = 1;
-    options.clo.attend_whole = false;
+    options.clo.reuse = false;
     change(options.clo);
     const auto policy = MakePolicy(options);
     rig.Admit(*policy, 1, seed, 300, 330);
