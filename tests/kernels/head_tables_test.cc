@@ -13,11 +13,12 @@ constexpr int32_t kRows = 4;
 // A cache of bf16 and one with the same content in tables by head. Heads have tables of different
 // lengths, and blocks in any order.
 struct Twins {
-  explicit Twins(Random& random)
-      : shared(kSlots, kBlocks, kBlockTokens, kKvHeads, kHeadDim, random),
+  explicit Twins(Random& random, int32_t head_dim = kHeadDim)
+      : dim(head_dim),
+        shared(kSlots, kBlocks, kBlockTokens, kKvHeads, head_dim, random),
         starts(BufferOf({0, kBlocks + 2, 2 * kBlocks + 3})),
         table(ShuffledPages(kSlots, 3 * kBlocks + 4, 5, random)),
-        data((kSlots * int64_t{3 * kBlocks + 4} + 5) * 2 * kBlockTokens * kHeadDim),
+        data((kSlots * int64_t{3 * kBlocks + 4} + 5) * 2 * kBlockTokens * head_dim),
         by_head(shared.view) {
     by_head.base = data.data();
     by_head.block_table = table.data();
@@ -25,7 +26,7 @@ struct Twins {
     by_head.head_tables = starts.data();
     shared.Fill(random);
     Each([&](uint16_t* of_shared, uint16_t* of_head) {
-      std::copy_n(of_shared, kHeadDim, of_head);
+      std::copy_n(of_shared, dim, of_head);
       return true;
     });
   }
@@ -35,7 +36,7 @@ struct Twins {
     for (int32_t slot = 0; slot < kSlots; ++slot) {
       for (int32_t token = 0; token < kTokens; ++token) {
         for (int32_t head = 0; head < kKvHeads; ++head) {
-          for (const int64_t part : {int64_t{0}, int64_t{kBlockTokens} * kHeadDim}) {
+          for (const int64_t part : {int64_t{0}, int64_t{kBlockTokens} * dim}) {
             uint16_t* const other = data.data() + KeyIndex(by_head, slot, token, head) + part;
             if (!check(shared.Key(slot, token, head) + part, other)) return false;
           }
@@ -45,10 +46,10 @@ struct Twins {
     return true;
   }
   bool AreEqual() {
-    return Each(
-        [](const uint16_t* a, const uint16_t* b) { return std::equal(a, a + kHeadDim, b); });
+    return Each([this](const uint16_t* a, const uint16_t* b) { return std::equal(a, a + dim, b); });
   }
 
+  int32_t dim;
   TestCache<uint16_t> shared;
   Guarded<int32_t> starts, table;
   Guarded<uint16_t> data;
@@ -118,10 +119,10 @@ void TestHashKeys(const KernelTable& path, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("tables by head: keys are read from the blocks of their head",
                           TestHashKeys)
 
-void TestAttention(const KernelTable& path, Random& random) {
-  Twins twins(random);
+void CheckAttention(const KernelTable& path, int32_t dim, Random& random) {
+  Twins twins(random, dim);
   const Rows rows;
-  const Guarded<float> q = NormalBuffer<float>(kRows * kHeads * kHeadDim, random);
+  const Guarded<float> q = NormalBuffer<float>(kRows * kHeads * dim, random);
   for (const int32_t unit_tokens : {1, kBlockTokens}) {
     TestLists lists(kRows * kKvHeads, kTokens);
     for (int64_t list = 0; list < kRows * kKvHeads; ++list) {
@@ -133,11 +134,11 @@ void TestAttention(const KernelTable& path, Random& random) {
     }
     std::vector<Guarded<float>> results;
     for (const PagedCache& cache : {twins.shared.view, twins.by_head}) {
-      Guarded<float>& o = results.emplace_back(kRows * kHeads * kHeadDim);
+      Guarded<float>& o = results.emplace_back(kRows * kHeads * dim);
       Guarded<float> lse(kRows * kHeads);
       SparseAttentionParams p{};
       p.q = q.data();
-      p.q_stride = kHeads * kHeadDim;
+      p.q_stride = kHeads * dim;
       p.slots = rows.slots.data();
       p.positions = rows.positions.data();
       p.cache = cache;
@@ -153,9 +154,12 @@ void TestAttention(const KernelTable& path, Random& random) {
       p.scale = 0.125f;
       RunThreads(path.sparse_attention, p, 3);
     }
-    CHECK(BitDifference(results[0].span(), results[1].span(), kHeads * kHeadDim) == "");
+    CHECK(BitDifference(results[0].span(), results[1].span(), kHeads * dim) == "");
     CHECK(std::isfinite(results[0][0]));
   }
+}
+void TestAttention(const KernelTable& path, Random& random) {
+  for (const int32_t dim : {32, 64, 128}) CheckAttention(path, dim, random);
 }
 SLUICE_TEST_ON_EVERY_PATH("tables by head: attention reads the blocks of its head", TestAttention)
 

@@ -4,6 +4,7 @@
 #include "kernels/cuda/attention/attention_internal.h"
 #include "kernels/cuda/attention/attention_plan.cuh"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/paged_rows.cuh"
 #include "kernels/unit_list.h"
 
 namespace sluice::kernels::cuda {
@@ -21,10 +22,7 @@ __device__ float AsFloat(__nv_bfloat16 v) { return __bfloat162float(v); }
 template <typename T>
 __device__ const T* KeyOf(const PagedCache& c, int slot, int head, int token) {
   const int block = token / c.block_tokens;
-  const int entry = c.ring_blocks > 0 ? block % c.ring_blocks : block;
-  const int64_t page = c.block_table[slot * c.table_stride + entry];
-  return reinterpret_cast<const T*>(static_cast<const char*>(c.base) + page * c.page_bytes) +
-         (int64_t{2} * head * c.block_tokens + token - block * c.block_tokens) * c.head_dim;
+  return BlockKeys<T>(c, slot, block, head) + int64_t{token - block * c.block_tokens} * c.head_dim;
 }
 
 // The tokens [0, tokens) that a row attends to; At() says where they lie in the cache.

@@ -337,13 +337,17 @@ void TestNaive(const PolicyRig::Shape& of) {
 SLUICE_TEST_ON_CPU_AND_GPU(
     "a row attends to what each head selected for queries like its own, and to the ring", TestNaive)
 
-void TestPersistent(const PolicyRig::Shape& shape) {
+void TestPersistent(const PolicyRig::Shape& of) {
+  PolicyRig::Shape shape = of;
   REQUIRE(shape.layers == 3);
   NaiveCase c{80, 3, 400, 24};
   // Layer 0 is persistent, one head of layer 1 is, and none of layer 2.
   c.persistent = {1, 1, 0, 1, 0, 0};
   const PolicyStatistics::Layer some = CheckAgainstNaive(shape, c);
   CHECK(some.lookups == int64_t{3} * c.steps);  // persistent heads look nothing up
+  shape.head_dim = 64;
+  c.persistent = {0, 1, 1, 1, 0, 0};
+  CheckAgainstNaive(shape, c);
   c.persistent = {1, 1, 1, 1, 1, 1};
   c.context = 90;  // shorter than what the ring and the budget hold
   const PolicyStatistics::Layer all = CheckAgainstNaive(shape, c);
