@@ -280,7 +280,12 @@ struct TransferParams {
   // as serve it. (On CUDA a processor is a thread block, one to a multiprocessor.) No result
   // depends on it.
   int32_t max_workers;
+  // A unit may be several parts of unit_bytes each, which lie part_pitch bytes apart on both sides
+  // (K and V of a token). Together they have at most kMaxPartsBytes.
+  int32_t parts = 1;
+  int64_t part_pitch = 0;
 };
+inline constexpr int32_t kMaxPartsBytes = 4096;
 
 // Makes a few small copies in one launch, in no particular order. Policies use it for the requests
 // to CPU workers and for their answers. Row r of a piece, 0 <= r < rows, is copied from source + u

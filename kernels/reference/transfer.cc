@@ -18,8 +18,11 @@ void Transfer(const TransferParams& p, Worker worker) {
       const int64_t from = p.source_units != nullptr ? p.source_units[entry] : i;
       const int64_t to = p.target_units != nullptr ? p.target_units[entry] : i;
       if (from < 0 || to < 0) continue;
-      std::memcpy(target + to * p.target_pitch, source + from * p.source_pitch,
-                  static_cast<size_t>(p.unit_bytes));
+      for (int64_t part = 0; part < p.parts; ++part) {
+        std::memcpy(target + to * p.target_pitch + part * p.part_pitch,
+                    source + from * p.source_pitch + part * p.part_pitch,
+                    static_cast<size_t>(p.unit_bytes));
+      }
     }
   }
 }

@@ -16,12 +16,14 @@ struct TransferCase {
   bool source_is_identity;  // source_units is null
   bool target_is_identity;
   int32_t max_workers;
+  int32_t parts = 1;
 };
 
 struct Input {
   Input(const TransferCase& test_case, Random& random)
       : c(test_case),
-        pitch(c.unit_bytes + c.spare_bytes),
+        part_pitch(c.unit_bytes + c.spare_bytes),
+        pitch(c.parts * part_pitch),
         list_bytes(pitch * (2 * c.capacity + 1)),
         source(c.lists * list_bytes + c.misalignment),
         offsets(c.lists),
@@ -68,6 +70,8 @@ struct Input {
         .capacity = c.capacity,
         .unit_bytes = c.unit_bytes,
         .max_workers = c.max_workers,
+        .parts = c.parts,
+        .part_pitch = part_pitch,
     };
     RunThreads(table.transfer, p, workers);
     CHECK(target.Damage() == "");
@@ -75,7 +79,7 @@ struct Input {
   }
 
   const TransferCase c;
-  const int64_t pitch, list_bytes;
+  const int64_t part_pitch, pitch, list_bytes;
   Guarded<unsigned char> source;
   Guarded<int64_t> offsets, target_offsets;
   Guarded<int32_t> source_units, target_units, counts;
@@ -106,6 +110,9 @@ void TestTransfer(const KernelTable& table, Random& random) {
       {"dense to dense", 160, 6, 20, 0, 0, false, true, true, 0},
       {"many short lists", 64, 211, 3, 0, 0, true, false, false, 4},
       {"one long list", 272, 1, 3000, 0, 0, false, false, false, 4},
+      {"K and V of tokens", 256, 6, 50, 7936, 0, false, false, false, 4, 2},
+      {"three parts of a word, apart", 4, 6, 41, 8, 4, true, false, false, 0, 3},
+      {"parts that fill an item", 1024, 5, 9, 0, 0, true, false, false, 0, 4},
       {"no lists", 656, 0, 4, 0, 0, false, false, false, 0},
       {"no capacity", 656, 4, 0, 0, 0, false, false, false, 0},
   };

@@ -69,14 +69,14 @@ struct Item {
   int32_t begin;  // bytes into the unit
 };
 
-// Copies `bytes` of each entry's unit, in words of T. Word c of the item is word c % words of
-// entry c / words.
+// Copies `bytes` of each part of each entry's unit, in words of T. Word c of the item is word c %
+// words of part c / words, counted over the item's entries.
 template <typename Side, typename T>
 __device__ __forceinline__ void MoveWords(const TransferParams& p, const Item& item,
                                           const char* source, char* target, int32_t bytes) {
   constexpr int kLoads = Side::kLoads;
   const int32_t words = bytes / static_cast<int32_t>(sizeof(T));
-  const int32_t total = item.entries * words;
+  const int32_t total = item.entries * p.parts * words;
   const int lane = threadIdx.x % kWarp;
   for (int32_t first = 0; first < total; first += kLoads * kWarp) {
     T value[kLoads];
@@ -84,12 +84,13 @@ __device__ __forceinline__ void MoveWords(const TransferParams& p, const Item& i
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int32_t word = first + i * kWarp + lane;
-      const int32_t entry = word / words;
+      const int32_t part = word / words, entry = part / p.parts;
       const int32_t source_unit = __shfl_sync(kAll, item.source_unit, entry % kWarp);
       const int32_t target_unit = __shfl_sync(kAll, item.target_unit, entry % kWarp);
       to[i] = nullptr;
       if (word < total && source_unit >= 0 && target_unit >= 0) {
-        const int64_t at = item.begin + int64_t{word - entry * words} * sizeof(T);
+        const int64_t at = item.begin + int64_t{part - entry * p.parts} * p.part_pitch +
+                           int64_t{word - part * words} * sizeof(T);
         to[i] = reinterpret_cast<T*>(target + target_unit * p.target_pitch + at);
         LoadOnce(reinterpret_cast<const T*>(source + source_unit * p.source_pitch + at), value[i]);
       }
@@ -196,11 +197,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 bool IsMultiple(const TransferParams& p, uintptr_t of) {
-  const uintptr_t bits = reinterpret_cast<uintptr_t>(p.source) |
-                         reinterpret_cast<uintptr_t>(p.target) |
-                         static_cast<uintptr_t>(p.source_pitch | p.target_pitch | p.unit_bytes) |
-                         static_cast<uintptr_t>(p.source_offsets == nullptr ? p.source_stride : 0) |
-                         static_cast<uintptr_t>(p.target_offsets == nullptr ? p.target_stride : 0);
+  const uintptr_t bits =
+      reinterpret_cast<uintptr_t>(p.source) | reinterpret_cast<uintptr_t>(p.target) |
+      static_cast<uintptr_t>(p.source_pitch | p.target_pitch | p.unit_bytes | p.part_pitch) |
+      static_cast<uintptr_t>(p.source_offsets == nullptr ? p.source_stride : 0) |
+      static_cast<uintptr_t>(p.target_offsets == nullptr ? p.target_stride : 0);
   return bits % of == 0;
 }
 
@@ -208,7 +209,7 @@ template <typename Side>
 cudaError_t Launch(const TransferParams& p, cudaStream_t stream) {
   Plan plan{};
   plan.wide = IsMultiple(p, sizeof(uint4));
-  plan.entries = max(1, min(kItemBytes<Side> / p.unit_bytes, kWarp));
+  plan.entries = max(1, min(kItemBytes<Side> / (p.unit_bytes * p.parts), kWarp));
   plan.pieces = (p.unit_bytes + kItemBytes<Side> - 1) / kItemBytes<Side>;
   const int64_t items =
       (int64_t{p.capacity} + plan.entries - 1) / plan.entries * plan.pieces * p.lists;
@@ -222,7 +223,8 @@ cudaError_t Launch(const TransferParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchTransfer(const TransferParams& p, cudaStream_t stream) {
-  if (p.lists < 0 || p.capacity < 0 || p.unit_bytes <= 0 || p.max_workers < 0 ||
+  if (p.lists < 0 || p.capacity < 0 || p.unit_bytes <= 0 || p.max_workers < 0 || p.parts < 1 ||
+      (p.parts > 1 && p.unit_bytes > kMaxPartsBytes / p.parts) ||
       !IsMultiple(p, sizeof(uint32_t))) {
     return cudaErrorInvalidValue;
   }

@@ -203,20 +203,19 @@ void TokenFetch::Move(Stream& stream, int layer, int32_t rows) {
   const Chosen& chosen = ChosenOf(layer);
   const kernels::PagedCache home = tier_->Home(layer), resident = tier_->Places(layer);
   const int64_t row_bytes = int64_t{home.head_dim} * SizeOf(home.type);
-  const int64_t values = home.block_tokens * row_bytes;  // V of a block, after its K
-  for (const int64_t part : {int64_t{0}, values}) {
-    kernels::TransferParams move{};
-    move.source = static_cast<const uint8_t*>(home.base) + part;
-    move.target = static_cast<uint8_t*>(resident.base) + part;
-    move.source_pitch = move.target_pitch = row_bytes;
-    move.source_units = chosen.source_units.as<int32_t>();
-    move.target_units = chosen.target_units.as<int32_t>();
-    move.counts = chosen.moves.as<int32_t>();
-    move.lists = static_cast<int32_t>(rows * kv_heads_);
-    move.capacity = most_selected_;
-    move.unit_bytes = static_cast<int32_t>(row_bytes);
-    kernels_.Transfer(stream, move);
-  }
+  kernels::TransferParams move{};
+  move.source = home.base;
+  move.target = resident.base;
+  move.source_pitch = move.target_pitch = row_bytes;
+  move.source_units = chosen.source_units.as<int32_t>();
+  move.target_units = chosen.target_units.as<int32_t>();
+  move.counts = chosen.moves.as<int32_t>();
+  move.lists = static_cast<int32_t>(rows * kv_heads_);
+  move.capacity = most_selected_;
+  move.unit_bytes = static_cast<int32_t>(row_bytes);
+  move.parts = 2;
+  move.part_pitch = home.block_tokens * row_bytes;  // V of a block, after its K
+  kernels_.Transfer(stream, move);
 }
 
 }  // namespace sluice

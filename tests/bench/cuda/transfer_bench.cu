@@ -75,6 +75,15 @@ struct Shape {
   int64_t slots;  // slots of a list in HBM
   // If > 0, lists have from this many to `units`, in equal ratios, shuffled.
   int64_t least_units = 0;
+  // If > 0, a unit is a token: a row of K and one of V, in blocks of so many tokens. Homes and
+  // slots are counted in rows.
+  int32_t block_tokens = 0;
+
+  int parts() const { return block_tokens > 0 ? 2 : 1; }
+  // Returns the row at which a unit begins.
+  int32_t RowOf(int32_t unit) const {
+    return block_tokens > 0 ? unit / block_tokens * 2 * block_tokens + unit % block_tokens : unit;
+  }
 };
 
 // Returns the units of each list.
@@ -118,8 +127,10 @@ class Case {
     for (int layer = 0; layer < layers; ++layer) {
       Lists& l = lists_[static_cast<size_t>(layer)];
       for (int list = 0; list < shape.lists; ++list) {
-        const auto units = Distinct(shape.units, shape.home_units, true, random);
-        const auto slots = Distinct(shape.units, shape.slots, false, random);
+        auto units = Distinct(shape.units, shape.home_units / shape.parts(), true, random);
+        auto slots = Distinct(shape.units, shape.slots / shape.parts(), false, random);
+        for (int32_t& unit : units) unit = shape.RowOf(unit);
+        for (int32_t& slot : slots) slot = shape.RowOf(slot);
         l.home_units.insert(l.home_units.end(), units.begin(), units.end());
         l.slots.insert(l.slots.end(), slots.begin(), slots.end());
         l.offsets.push_back(list * apart + layer * homes / layers * home_bytes);
@@ -159,11 +170,13 @@ class Case {
     p.capacity = static_cast<int32_t>(shape_.units);
     p.unit_bytes = static_cast<int32_t>(shape_.unit_bytes);
     p.max_workers = max_blocks;
+    p.parts = shape_.parts();
+    p.part_pitch = shape_.block_tokens * shape_.unit_bytes;
     return p;
   }
 
   double bytes() const {
-    return static_cast<double>(shape_.unit_bytes) *
+    return static_cast<double>(shape_.unit_bytes * shape_.parts()) *
            static_cast<double>(
                std::accumulate(host_counts_.begin(), host_counts_.end(), int64_t{0}));
   }
@@ -283,9 +296,11 @@ class Case {
   void ForEachUnit(F use) {
     for (int64_t i = 0; i < shape_.lists * shape_.units; ++i) {
       if (i % shape_.units >= host_counts_[static_cast<size_t>(i / shape_.units)]) continue;
-      use(pool_.data() + lists_[0].offsets[i / shape_.units] +
-              lists_[0].home_units[i] * shape_.unit_bytes,
-          i);
+      char* const home = pool_.data() + lists_[0].offsets[i / shape_.units] +
+                         lists_[0].home_units[i] * shape_.unit_bytes;
+      for (int part = 0; part < shape_.parts(); ++part) {
+        use(home + part * shape_.block_tokens * shape_.unit_bytes, i);
+      }
     }
   }
 
@@ -447,14 +462,19 @@ void PrintReach(int64_t misses, const PinnedPool& pool, cudaStream_t stream) {
 }
 
 // Gathers rows of one size: ten sequences of 65,536 tokens and 8 KV heads, a list each, which have
-// `rows` rows to fetch in every layer.
-void PrintRows(int64_t row_bytes, int64_t rows, const PinnedPool& pool, cudaStream_t stream) {
+// `rows` rows to fetch in every layer; or `pairs` of a row of K and a row of V.
+void PrintRows(int64_t row_bytes, int64_t rows, bool pairs, const PinnedPool& pool,
+               cudaStream_t stream) {
   constexpr int kLists = 80;
   constexpr int64_t kHomeBytes = int64_t{65536} * 512;
-  const Shape shape{"", row_bytes, kLists, rows, kHomeBytes / row_bytes, 2 * rows};
+  Shape shape{"", row_bytes, kLists, rows, kHomeBytes / row_bytes, 2 * rows};
+  if (pairs) {
+    shape.block_tokens = 32;
+    shape.slots = (2 * rows + 63) / 64 * 64;
+  }
   Case c(shape, pool, stream);
-  std::printf("%5d B, %d x %4d, %6.2f MB%s:", static_cast<int>(row_bytes), kLists,
-              static_cast<int>(rows), c.bytes() * 1e-6, c.Verify() ? "" : ", WRONG BYTES");
+  std::printf("%s%5d B, %d x %4d, %6.2f MB%s:", pairs ? "pairs, " : "", static_cast<int>(row_bytes),
+              kLists, static_cast<int>(rows), c.bytes() * 1e-6, c.Verify() ? "" : ", WRONG BYTES");
   for (const int blocks : {2, 4, 8, 16, 32, 0}) {
     const Times t = c.Time(true, blocks);
     std::printf(" %3d blocks %.1f GB/s (%.1f-%.1f)", blocks, c.bytes() / t.median * 1e-9,
@@ -571,9 +591,11 @@ int Main(int argc, char** argv) {
     return 0;
   }
   if (argc > 2 && std::strcmp(argv[2], "rows") == 0) {
+    const std::vector<int64_t> counts = {16, 64, 256, 655};
     for (const int64_t row_bytes : {256, 512, 656, 1024, 2048, 4096}) {
-      for (const int64_t rows : {16, 64, 256, 655}) PrintRows(row_bytes, rows, pool, stream);
+      for (const int64_t rows : counts) PrintRows(row_bytes, rows, false, pool, stream);
     }
+    for (const int64_t rows : counts) PrintRows(256, rows, true, pool, stream);
     return 0;
   }
   Reader reader;
