@@ -219,6 +219,9 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
                &o->drift.head_change);
   flags.Number("layer-change", "size of a layer's addition relative to the residual", 0, 10,
                &o->drift.layer_change);
+  flags.Number("turning-heads", "share of the KV heads whose queries turn with a path of their own",
+               0, 1, &o->drift.turning_heads);
+  flags.Number("turning", "drift of that path", 0, 1, &o->drift.turning);
   flags.Number("sharpness", "logit of two equal embeddings", 0, 1000, &o->drift.sharpness);
   flags.Integer("topics", "topics of the path", 1, 1 << 20, &o->topics);
   flags.Integer("segment", "consecutive tokens of the path in a context", 1, 1 << 20, &o->segment);
@@ -315,7 +318,11 @@ std::string WorkloadName(const PoliciesBenchOptions& o, double drift) {
       "segments of %d, seed %d)%s",
       drift, o.drift.noise, o.drift.head_change, o.drift.layer_change, o.drift.sharpness, o.topics,
       o.segment, o.seed,
-      o.jump > 0 ? absl::StrCat(", jumps every ", o.jump, " tokens") : std::string());
+      absl::StrCat(o.drift.turning_heads > 0
+                       ? absl::StrFormat(", %g of the KV heads turn with a path of drift %g",
+                                         o.drift.turning_heads, o.drift.turning)
+                       : "",
+                   o.jump > 0 ? absl::StrCat(", jumps every ", o.jump, " tokens") : ""));
 }
 
 }  // namespace sluice::bench

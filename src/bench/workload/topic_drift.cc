@@ -30,12 +30,18 @@ constexpr double kMlpShare = 0.25;
 constexpr int kIdentityFraction = 8;  // One dimension in so many.
 constexpr double kIdentity = 0.1;     // The topic's elements have magnitude 1.
 
+// The second path's least part in a head that turns, and its most in one that does not.
+constexpr double kTurning = 0.5;
+constexpr double kStill = 0.1;
+
 class TopicDriftSource : public WeightSource {
  public:
   TopicDriftSource(const ModelConfig& config, const TopicDrift& options, std::vector<bool> slow)
       : config_(config),
         options_(options),
         path_{options.seed, "", options.topics, options.drift, options.noise, options.jump},
+        turning_{options.seed,    "turning",     options.topics,
+                 options.turning, options.noise, options.jump},
         slow_(std::move(slow)),
         plain_(DummyWeights(config)),
         topic_dims_(config.hidden_size - config.hidden_size / kIdentityFraction) {}
@@ -143,7 +149,12 @@ class TopicDriftSource : public WeightSource {
     const int64_t dim = config_.head_dim;
     switch (Kind(name)) {
       case Tensor::kEmbedding:
-        path_.Add(row, topic);
+        if (options_.turning_heads > 0) {
+          path_.Add(row, topic.subspan(0, topic.size() / 2));
+          turning_.Add(row, topic.subspan(topic.size() / 2));
+        } else {
+          path_.Add(row, topic);
+        }
         AddUniformRow("identity", options_.seed, row, kIdentity, identity);
         break;
       case Tensor::kHead:
@@ -151,7 +162,7 @@ class TopicDriftSource : public WeightSource {
                       by_columns / kIdentity, identity);
         break;
       case Tensor::kKey:
-        AddUniformRow(name, options_.seed, row, by_columns * RowScale(row), topic);
+        AddProjection(name, row, by_columns * RowScale(row), Turning(name, row / dim), topic);
         break;
       case Tensor::kQuery: {
         const int64_t head = row / dim;
@@ -159,8 +170,9 @@ class TopicDriftSource : public WeightSource {
         const std::string key(absl::StrCat(name.substr(0, name.rfind("q_proj")), "k_proj.weight"));
         const double scale =
             by_columns * RowScale(row) / std::sqrt(1 + options_.head_change * options_.head_change);
-        AddUniformRow(key, options_.seed, head / group * dim + row % dim, scale, topic);
-        AddUniformRow(name, options_.seed, row, scale * options_.head_change, topic);
+        const double turning = Turning(key, head / group);
+        AddProjection(key, head / group * dim + row % dim, scale, turning, topic);
+        AddProjection(name, row, scale * options_.head_change, turning, topic);
         break;
       }
       case Tensor::kPlain:
@@ -169,6 +181,26 @@ class TopicDriftSource : public WeightSource {
     for (size_t i = 0; i < out.size(); ++i) {
       out[i] = FloatToBFloat16(static_cast<float>(values[i]));
     }
+  }
+  // Adds a row of a projection of the topic. Of the length of what it gives, squared, `turning` is
+  // from the second path.
+  void AddProjection(const std::string& name, int64_t row, double scale, double turning,
+                     absl::Span<double> topic) const {
+    if (options_.turning_heads == 0) return AddUniformRow(name, options_.seed, row, scale, topic);
+    const size_t half = topic.size() / 2;
+    AddUniformRow(name, options_.seed, row, scale * std::sqrt(2 * (1 - turning)),
+                  topic.subspan(0, half));
+    AddUniformRow(absl::StrCat(name, " turning"), options_.seed, row,
+                  scale * std::sqrt(2 * turning), topic.subspan(half));
+  }
+  // Draws how much of a KV head's queries and keys comes from the second path: most of it in the
+  // heads that turn, little in the others.
+  double Turning(const std::string& key, int64_t kv_head) const {
+    if (options_.turning_heads == 0) return 0;
+    float drawn[2];  // from -1 to 1
+    DummyUniform(absl::StrCat(key, " turns"), options_.seed, 2 * kv_head, absl::MakeSpan(drawn));
+    const double which = 0.5 + 0.5 * double{drawn[0]}, part = 0.5 + 0.5 * double{drawn[1]};
+    return which < options_.turning_heads ? kTurning + (1 - kTurning) * part : kStill * part;
   }
   // Returns the scale of a row of W_q or W_k: nearly all lies in the dimensions that RoPE leaves
   // alone, with the length that norms would give.
@@ -181,7 +213,7 @@ class TopicDriftSource : public WeightSource {
 
   const ModelConfig config_;
   const TopicDrift options_;
-  const TopicPath path_;
+  const TopicPath path_, turning_;
   const std::vector<bool> slow_;  // [head_dim]
   const std::unique_ptr<WeightSource> plain_;
   // Topic dimensions of the residual; the others hold the token's identity.

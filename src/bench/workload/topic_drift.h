@@ -55,6 +55,11 @@ struct TopicDrift {
   double layer_change = 0.25;  // Approximate size of a layer's addition relative to the residual.
   double sharpness = 12;       // Logit of two equal embeddings.
   int segment = 96;            // Consecutive tokens of the path in a context.
+  // The share of a layer's KV heads whose queries turn with a path of their own, which drifts by
+  // `turning` a token: heads of a real model differ in how fast they turn. 0: every head sees the
+  // one path. Otherwise half of the embedding's topic is the second path's.
+  double turning_heads = 0;
+  double turning = 0.25;
   int jump = 0;            // Tokens of the path between jumps to other topics; 0: it only drifts.
   int max_context = 4096;  // Tokens over which RoPE must hardly turn the topics' dimensions.
 };
