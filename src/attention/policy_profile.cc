@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/policies/clo/head_thresholds.h"
 #include "src/attention/policies/recall/projection.h"
 #include "src/base/config_reader.h"
 #include "src/base/crc32c.h"
@@ -189,6 +190,57 @@ absl::Status DoesNotFit(const std::string& what) {
       absl::StrCat("policy_profile: ", what, ": profile this model again with sluice-profile"));
 }
 
+absl::Status ParseNumbers(const ConfigReader& of, const char* name, double least,
+                          std::vector<float>* numbers) {
+  const json& list = of.At(name);
+  const auto fits = [least](const json& v) {
+    return v.is_number() && v.get<double>() >= least && v.get<double>() <= 1;
+  };
+  if (!list.is_array() || list.empty() || list.size() > static_cast<size_t>(kMaxLayers * 4096) ||
+      !std::all_of(list.begin(), list.end(), fits)) {
+    return of.Wrong(
+        name, absl::StrCat("a list of numbers from ", least, " to 1, one for each layer and head"));
+  }
+  *numbers = list.get<std::vector<float>>();
+  return absl::OkStatus();
+}
+
+absl::Status ParseSimilarities(const ConfigReader& reader, PolicyProfile* profile) {
+  if (!reader.Has("clo")) return absl::OkStatus();
+  SLUICE_ASSIGN_OR_RETURN(const ConfigReader of, reader.Object("clo"));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t kv_heads, of.Int("kv_heads", 1, 4096));
+  profile->clo.kv_heads = static_cast<int32_t>(kv_heads);
+  SLUICE_RETURN_IF_ERROR(ParseNumbers(of, "gates", 0, &profile->clo.gates));
+  return ParseNumbers(of, "similarities", -1, &profile->clo.similarities);
+}
+
+// Fills in what policy clo takes. A KV head's gate is the largest of its query heads'.
+absl::Status ApplySimilarities(const PolicyProfile::Similarities& profile,
+                               const CacheLayout& layout, PolicyOptions* options) {
+  if (profile.gates.empty()) return absl::OkStatus();
+  const size_t lists = static_cast<size_t>(layout.layers * layout.kinds[0].heads);
+  if (profile.kv_heads != layout.kinds[0].heads || profile.similarities.size() != lists ||
+      profile.gates.size() % lists != 0 ||
+      (options->heads > 0 &&
+       profile.gates.size() != static_cast<size_t>(layout.layers * options->heads))) {
+    return DoesNotFit(absl::StrCat("it has ", profile.gates.size(), " gates and ",
+                                   profile.similarities.size(), " similarities of ",
+                                   profile.kv_heads, " KV heads, the model has ", layout.layers,
+                                   " layers of ", options->heads, " and ", layout.kinds[0].heads));
+  }
+  PolicyOptions::Clo& clo = options->clo;
+  clo.importance = profile.gates;
+  const size_t group = profile.gates.size() / lists;
+  for (size_t list = 0; list < lists; ++list) {
+    const auto first = profile.gates.begin() + static_cast<int64_t>(list * group);
+    const float gate = *std::max_element(first, first + static_cast<int64_t>(group));
+    const float threshold = ThresholdOf(double{gate}, double{clo.similarity});
+    clo.thresholds.push_back(threshold);
+    clo.difficulty.push_back(DifficultyOf(double{threshold}, double{profile.similarities[list]}));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 std::string ProjectionPath(const std::string& path) { return path + ".projection"; }
@@ -215,6 +267,11 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
     root["recall"] = {{"rank", profile.margins.rank},
                       {"share", profile.margins.share},
                       {"margins", profile.margins.by_layer}};
+  }
+  if (!profile.clo.gates.empty()) {
+    root["clo"] = {{"kv_heads", profile.clo.kv_heads},
+                   {"gates", profile.clo.gates},
+                   {"similarities", profile.clo.similarities}};
   }
   WriteMissProfile(profile.misses, &root);
   if (profile.rank > 0) {
@@ -258,6 +315,7 @@ absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path) {
   SLUICE_RETURN_IF_ERROR(ParseProjection(reader, path, &profile));
   SLUICE_RETURN_IF_ERROR(ParseThresholds(reader, &profile));
   SLUICE_RETURN_IF_ERROR(ParseMargins(reader, &profile));
+  SLUICE_RETURN_IF_ERROR(ParseSimilarities(reader, &profile));
   SLUICE_RETURN_IF_ERROR(ReadMissProfile(reader, path, &profile.misses));
   return profile;
 }
@@ -334,6 +392,7 @@ absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string&
     // Beta 0 asks for exact attention, so thresholds do not replace it.
     if (options->hgca.beta != 0) options->hgca.betas = hgca.betas;
   }
+  SLUICE_RETURN_IF_ERROR(ApplySimilarities(profile.clo, layout, options));
   for (const MissProfile::Point& point : profile.misses.points) {
     if (static_cast<int>(point.by_layer.size()) == layout.layers) continue;
     return DoesNotFit(absl::StrCat("it has misses of ", point.by_layer.size(),

@@ -1,7 +1,8 @@
 // A policy profile: what sluice-profile measured of a model and its traffic, as a file that a
 // server reads (--policy-profile). It holds recall intervals for policy `scout`, thresholds for
-// policy `hgca`, misses and stage times for policy `ess`, and margins and the projection for policy
-// `recall`; the projection lies in a binary file of its own beside the JSON. Any thread.
+// `hgca`, gates and similarities of heads for `clo`, misses and stage times for `ess`, and margins
+// and the projection for `recall`; the projection lies in a binary file of its own beside the JSON.
+// Any thread.
 #pragma once
 
 #include <cstdint>
@@ -48,6 +49,13 @@ struct PolicyProfile {
     double share = 0;
     std::vector<float> by_layer;  // empty: not measured
   } margins;
+
+  // How heads of policy clo differ (policies/clo/head_thresholds.h).
+  struct Similarities {
+    int32_t kv_heads = 0;
+    std::vector<float> gates;         // [layers][heads]; empty: not measured
+    std::vector<float> similarities;  // [layers][kv_heads], of queries in neighbouring steps
+  } clo;
 
   MissProfile misses;  // may be empty
 };

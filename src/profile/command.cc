@@ -44,6 +44,10 @@ constexpr char kAbout[] =
     "behind it pay to tokens outside the window. Profile with the block_tokens and the window\n"
     "that will be served.\n"
     "\n"
+    "Heads, for policy clo, with --clo: how much of its attention each head pays to tokens that\n"
+    "are neither first nor new, and how similar its queries in neighbouring steps are. From these\n"
+    "follow the thresholds of heads, and which of them lie wholly in HBM.\n"
+    "\n"
     "Misses, for --policy ess, of a model with latent caches and an indexer: for each of\n"
     "--contexts, --ratios and --batches, sequences decode together through the real engine.\n"
     "Their misses are noted by layer, with how long a layer's stages take on that --device.\n"
@@ -130,10 +134,11 @@ absl::Status Profile(const Options& o) {
         absl::StrCat(config->architecture,
                      " has latent caches and no indexer: no policy takes a profile of it"));
   }
-  if (o.skew || o.margins || o.betas || o.no_intervals) {
+  if (o.skew || o.margins || o.betas || o.clo || o.no_intervals) {
     return absl::InvalidArgumentError(absl::StrCat(o.skew      ? "--skew"
                                                    : o.margins ? "--margins"
                                                    : o.betas   ? "--betas"
+                                                   : o.clo     ? "--clo"
                                                                : "--no-intervals",
                                                    " is for models with keys and values of "
                                                    "heads, and ",
@@ -180,6 +185,7 @@ int RunProfileCommand(const std::vector<std::string>& args) {
                 &o.hgca_window);
   flags.Number("hgca-share", "share of the attention outside that window that is to be selected", 0,
                1, &o.hgca_share);
+  flags.Switch("clo", "measure the heads for policy clo", &o.clo);
   flags.Switch("skew", "make a projection for policy recall", &o.skew);
   flags.Switch("margins", "measure margins for policy recall", &o.margins);
   flags.Number("recall-share", "share of a row's attention that is to be selected with --margins",
@@ -203,6 +209,12 @@ int RunProfileCommand(const std::vector<std::string>& args) {
       "topic-drift",
       "make weights and prompts by formula, whose attention moves; only config.json is read",
       &o.topic_drift);
+  flags.Number("drift", "drift of --topic-drift", 0, 1, &o.drift);
+  flags.Number("turning-heads", "share of the KV heads of --topic-drift with a path of their own",
+               0, 1, &o.turning_heads);
+  flags.Number("turning", "drift of that path", 0, 1, &o.turning);
+  flags.Number("layer-change", "size of a layer's addition in --topic-drift", 0, 10,
+               &o.layer_change);
   flags.Integer("paths", "paths of --topic-drift; each layer's indexer sees one of them", 1, 64,
                 &o.paths);
   flags.Text("kernels", "NAME", "CPU kernels, as in sluice-server", &o.kernels);
@@ -216,9 +228,10 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   }
   if (o.model.empty()) return Fail("--model is missing (see --help)", 2);
   if (o.out.empty()) return Fail("--out is missing: name the file to write (see --help)", 2);
-  if (o.no_intervals && !o.skew && !o.margins && !o.betas) {
+  if (o.no_intervals && !o.skew && !o.margins && !o.betas && !o.clo) {
     return Fail(
-        "--no-intervals leaves nothing to measure: add --skew, --margins or --betas (see --help)",
+        "--no-intervals leaves nothing to measure: add --skew, --margins, --betas or --clo (see "
+        "--help)",
         2);
   }
   if (o.topic_drift && !o.traffic.empty()) {

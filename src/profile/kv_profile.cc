@@ -18,6 +18,7 @@
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/model_config.h"
 #include "src/profile/beta_run.h"
+#include "src/profile/clo_run.h"
 #include "src/profile/intervals.h"
 #include "src/profile/margin_run.h"
 #include "src/profile/progress.h"
@@ -51,6 +52,7 @@ class Profiler {
     if (options_.skew) SLUICE_RETURN_IF_ERROR(MeasureSkew());
     if (options_.margins) SLUICE_RETURN_IF_ERROR(MeasureMarginsOfLayers());
     if (options_.betas) SLUICE_RETURN_IF_ERROR(MeasureThresholds());
+    if (options_.clo) SLUICE_RETURN_IF_ERROR(MeasureSimilarities());
     return std::move(profile_);
   }
 
@@ -110,6 +112,10 @@ class Profiler {
     TopicDrift drift;
     drift.seed = static_cast<uint64_t>(options_.seed);
     drift.max_context = static_cast<int>(options_.context);
+    drift.drift = options_.drift;
+    drift.turning_heads = options_.turning_heads;
+    drift.turning = options_.turning;
+    drift.layer_change = options_.layer_change;
     return drift;
   }
 
@@ -283,6 +289,43 @@ class Profiler {
       all += selected / layout.layers;
     }
     std::printf("%5s %12s %12s %9.1f%%\n", "mean", "", "", 100 * all);
+    return absl::OkStatus();
+  }
+
+  absl::Status MeasureSimilarities() {
+    std::vector<CloHead> found;
+    {
+      Progress bar("similarity of queries");
+      SLUICE_ASSIGN_OR_RETURN(
+          found, MeasureClo(CloRunOptions(), &device_->device(), model_.get(), prompts_,
+                            [&](int64_t done, int64_t all) { bar.Show(done, all); }));
+    }
+    const CacheLayout& layout = model_->cache_layout();
+    const int kv_heads = layout.kinds[0].heads;
+    profile_.clo.kv_heads = kv_heads;
+    std::printf(
+        "\nheads of clo: gates, similarity of queries in neighbouring steps, and hits at %g\n\n",
+        CloRunOptions().eta);
+    std::printf("%5s %11s %11s %11s %11s %9s\n", "layer", "least gate", "mean gate", "least sim.",
+                "mean sim.", "hits");
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      double least_gate = 1, gates = 0, least = 1, mean = 0, hits = 0;
+      for (int head = 0; head < kv_heads; ++head) {
+        const CloHead& of = found[static_cast<size_t>(layer * kv_heads + head)];
+        for (const double outside : of.outside) {
+          const double gate = GateOf(outside / static_cast<double>(of.rows));
+          profile_.clo.gates.push_back(static_cast<float>(gate));
+          least_gate = std::min(least_gate, gate);
+          gates += gate / (kv_heads * static_cast<double>(of.outside.size()));
+        }
+        profile_.clo.similarities.push_back(static_cast<float>(of.MeanSimilarity()));
+        least = std::min(least, of.MeanSimilarity());
+        mean += of.MeanSimilarity() / kv_heads;
+        hits += static_cast<double>(of.hits) / static_cast<double>(of.lookups) / kv_heads;
+      }
+      std::printf("%5d %11.3f %11.3f %11.3f %11.3f %8.1f%%\n", layer, least_gate, gates, least,
+                  mean, 100 * hits);
+    }
     return absl::OkStatus();
   }
 

@@ -1,5 +1,5 @@
 // The profile of a model with keys and values of heads: recall intervals for policy scout, a
-// projection and margins for recall, thresholds for hgca.
+// projection and margins for recall, thresholds for hgca, gates and similarities of heads for clo.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@ struct KvProfileOptions {
   bool dummy = false;
   // Takes weights and prompts of the topic-drift workload (topic_drift.h).
   bool topic_drift = false;
+  double drift = 0.011, turning_heads = 0, turning = 0.25, layer_change = 0.25;  // as there
   int64_t threads = 0;  // 0: as the server chooses
   int64_t workers = 1;
   int64_t prompts = 4, context = 1024, seed = 1, steps = 64;
@@ -27,6 +28,7 @@ struct KvProfileOptions {
   int64_t rank = 0, skew_tokens = 1024;
   bool margins = false;
   double recall_share = 0.99;
+  bool clo = false;
   bool betas = false;
   int64_t hgca_window = 512;
   double hgca_share = 0.99;

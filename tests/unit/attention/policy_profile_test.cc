@@ -7,6 +7,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "src/attention/policies/clo/head_thresholds.h"
 #include "tests/fixtures/fixtures.h"
 
 namespace sluice {
@@ -33,6 +34,10 @@ PolicyProfile Profile() {
   }
   profile.hgca = {512, 0.99, kKvHeads, {0.5f, 0, 1, 2, 0.125f, 3}};
   profile.margins = {kRank, 0.99, {8, 0.0625f, 12.5f}};
+  // Two query heads for each KV head.
+  profile.clo = {kKvHeads,
+                 {1, 1, 1, 0.5f, 0, 0, 0.25f, 1, 0, 1, 0.125f, 0},
+                 {0.5f, 0.75f, 1, -0.25f, 0.5f, 0}};
   profile.misses.points = {{32768, 0.2, 4, {17, 100.5, 605}}, {131072, 0.1, 20, {0, 1, 2}}};
   profile.misses.rates.device = "cuda";
   profile.misses.rates.transfer = {8, 0.015};
@@ -124,9 +129,45 @@ TEST_CASE("a profile is read as it was written") {
   CHECK(read->hgca.share == 0.99);
   CHECK(read->hgca.kv_heads == kKvHeads);
   CHECK(read->hgca.betas == written.hgca.betas);
+  CHECK(read->clo.kv_heads == kKvHeads);
+  CHECK(read->clo.gates == written.clo.gates);
+  CHECK(read->clo.similarities == written.clo.similarities);
   CHECK(read->margins.rank == kRank);
   CHECK(read->margins.share == 0.99);
   CHECK(read->margins.by_layer == written.margins.by_layer);
+}
+
+TEST_CASE("gates and similarities go to policy clo as thresholds and difficulties") {
+  Model model;
+  model.options.heads = 2 * kKvHeads;
+  REQUIRE(model.Apply(Profile(), kFingerprint).ok());
+  const PolicyOptions::Clo& clo = model.options.clo;
+  CHECK(clo.importance == Profile().clo.gates);
+  // A KV head has the largest gate of its query heads.
+  REQUIRE(clo.thresholds.size() == 6);
+  const float gates[] = {1, 1, 0, 1, 1, 0.125f};
+  for (size_t i = 0; i < 6; ++i) {
+    CHECK(clo.thresholds[i] == ThresholdOf(double{gates[i]}, double{clo.similarity}));
+    CHECK(clo.difficulty[i] ==
+          DifficultyOf(double{clo.thresholds[i]}, double{Profile().clo.similarities[i]}));
+  }
+  const auto refused = [](const PolicyProfile& profile, int heads) {
+    Model other;
+    other.options.heads = heads;
+    const absl::Status status = other.Apply(profile, kFingerprint);
+    CHECK(absl::IsFailedPrecondition(status));
+    CheckSays(status, "gates");
+    CHECK(other.options.clo.thresholds.empty());
+  };
+  PolicyProfile profile = Profile();
+  profile.clo.similarities.pop_back();
+  refused(profile, 2 * kKvHeads);
+  refused(Profile(), kKvHeads);
+  for (const json& gates_of : {json({1, 2}), json({1, "x"}), json::array(), json(3)}) {
+    const absl::Status wrong = Changed([&](json& root) { root["clo"]["gates"] = gates_of; });
+    CHECK(absl::IsInvalidArgument(wrong));
+    CheckSays(wrong, "gates");
+  }
 }
 
 TEST_CASE("margins go to policy recall, and fit its projection and its reduction") {

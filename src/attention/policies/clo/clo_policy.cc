@@ -11,6 +11,7 @@
 #include "src/attention/offload/offload_policy.h"
 #include "src/attention/offload/token_fetch.h"
 #include "src/attention/policies/clo/hash_matrix.h"
+#include "src/attention/policies/clo/head_thresholds.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
@@ -293,25 +294,6 @@ absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& opti
   return t;
 }
 
-// Returns which heads are persistent, [layers][kv_heads]; empty: none is.
-std::vector<uint8_t> PersistentHeads(const PolicyOptions::Clo& clo, const HashShape& hash) {
-  if (!clo.persistent.empty()) {
-    return std::ranges::count(clo.persistent, 0) == std::ssize(clo.persistent)
-               ? std::vector<uint8_t>()
-               : clo.persistent;
-  }
-  const int64_t heads = hash.layers * hash.kv_heads;
-  const int64_t wanted = std::llround(clo.persistent_share * static_cast<double>(heads));
-  if (wanted == 0) return {};
-  std::vector<uint8_t> persistent(static_cast<size_t>(heads));
-  const int64_t first = std::min(wanted, hash.kv_heads), rest = heads - first;
-  std::fill_n(persistent.begin(), first, 1);
-  for (int64_t i = 0; i < wanted - first; ++i) {
-    persistent[static_cast<size_t>(first + i * rest / (wanted - first))] = 1;
-  }
-  return persistent;
-}
-
 absl::Status OutOfRange(const PolicyOptions& options, const char* field,
                         const std::string& expected, double found) {
   return absl::InvalidArgumentError(
@@ -332,7 +314,7 @@ absl::Status Check(const PolicyOptions& options, const HashShape& hash, int64_t 
   SLUICE_RETURN_IF_ERROR(
       CheckCount(options, "clo.importance", clo.importance.size(), hash.layers * options.heads));
   SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.thresholds", clo.thresholds.size(), lists));
-  SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.persistent", clo.persistent.size(), lists));
+  SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.difficulty", clo.difficulty.size(), lists));
   if (options.budget_tokens < ring + kSinkTokens) {
     return OutOfRange(
         options, "budget_tokens",
@@ -381,7 +363,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyO
   const int divisor = options.clo.budget_divisor;
   tier_options.recall_share =
       std::max(divisor > 0 ? 1.0 / divisor : 0.0, options.clo.resident_share);
-  tier_options.persistent = PersistentHeads(options.clo, hash);
+  tier_options.persistent = HardestHeads(hash.layers, hash.kv_heads, options.clo.difficulty,
+                                         options.clo.persistent_share);
   tier_options.unit_tokens = kUnitTokens;
   tier_options.arrays = {
       {"hash codes", 1, static_cast<int32_t>(hash.bits / 32), kernels::DType::kFloat32},

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "src/attention/policies/clo/hash_matrix.h"
+#include "src/attention/policies/clo/head_thresholds.h"
 #include "src/model/step_traffic.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/policy_rig.h"
@@ -53,6 +54,13 @@ PolicyRig::Make TurningQueries(const PolicyRig::Shape& shape) {
   };
 }
 
+bool IsPersistent(const PolicyRig::Shape& shape, const PolicyOptions& options, int layer,
+                  int head) {
+  const std::vector<uint8_t> persistent = HardestHeads(
+      shape.layers, shape.kv_heads, options.clo.difficulty, options.clo.persistent_share);
+  return !persistent.empty() && persistent[static_cast<size_t>(layer * shape.kv_heads + head)] != 0;
+}
+
 // CLO for one layer and KV head of one sequence, written as plainly as the paper.
 class NaiveHead {
  public:
@@ -64,9 +72,7 @@ class NaiveHead {
         seed_(seed),
         layer_(layer_and_head.first),
         head_(layer_and_head.second),
-        persistent_(!options.clo.persistent.empty() &&
-                    options.clo.persistent[static_cast<size_t>(layer_ * shape.kv_heads + head_)] !=
-                        0),
+        persistent_(IsPersistent(shape, options, layer_, head_)),
         fused_(shape.kernels == "cuda") {
     const HashShape hash{shape.layers, shape.kv_heads, shape.head_dim, kBits};
     const auto of_head = static_cast<size_t>(shape.head_dim) * kBits;
@@ -271,7 +277,12 @@ PolicyStatistics::Layer CheckAgainstNaive(const PolicyRig::Shape& shape, const N
   options.clo.budget_divisor = c.divisor;
   options.clo.refresh = c.refresh;
   options.clo.similarity = c.similarity;
-  options.clo.persistent = c.persistent;
+  // The heads that are named are the hardest.
+  options.clo.persistent_share = c.persistent.empty()
+                                     ? 0
+                                     : static_cast<double>(std::ranges::count(c.persistent, 1)) /
+                                           static_cast<double>(c.persistent.size());
+  for (const uint8_t hard : c.persistent) options.clo.difficulty.push_back(hard);
   options.clo.refill = c.refill;
   const auto policy = MakePolicy(options);
   const uint64_t seed = TestSeed();
@@ -346,7 +357,7 @@ void TestPersistent(const PolicyRig::Shape& of) {
   const PolicyStatistics::Layer some = CheckAgainstNaive(shape, c);
   CHECK(some.lookups == int64_t{3} * c.steps);  // persistent heads look nothing up
   shape.head_dim = 64;
-  c.persistent = {0, 1, 1, 1, 0, 0};
+  c.persistent = {1, 1, 0, 0, 1, 1};
   CheckAgainstNaive(shape, c);
   c.persistent = {1, 1, 1, 1, 1, 1};
   c.context = 90;  // shorter than what the ring and the budget hold
@@ -556,7 +567,7 @@ TEST_CASE("clo: options out of range are refused by name") {
           [](PolicyOptions& o) { o.clo.similarity = std::numeric_limits<float>::quiet_NaN(); });
   refused("clo_persistent_share: ", [](PolicyOptions& o) { o.clo.persistent_share = 1.1; });
   refused("clo_resident_share: ", [](PolicyOptions& o) { o.clo.resident_share = -0.1; });
-  refused("clo.persistent: ", [](PolicyOptions& o) { o.clo.persistent = {1}; });
+  refused("clo.difficulty: ", [](PolicyOptions& o) { o.clo.difficulty = {1}; });
   refused("clo.thresholds: ", [](PolicyOptions& o) { o.clo.thresholds = {1, 1}; });
   refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 100; });
   refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 288; });
