@@ -210,6 +210,9 @@ int RunProfileCommand(const std::vector<std::string>& args) {
       "make weights and prompts by formula, whose attention moves; only config.json is read",
       &o.topic_drift);
   flags.Number("drift", "drift of --topic-drift", 0, 1, &o.drift);
+  flags.Integer("drift-context",
+                "longest context for which --topic-drift makes weights; 0: --context", 0, 1 << 20,
+                &o.drift_context);
   flags.Number("turning-heads", "share of the KV heads of --topic-drift with a path of their own",
                0, 1, &o.turning_heads);
   flags.Number("turning", "drift of that path", 0, 1, &o.turning);

@@ -111,7 +111,8 @@ class Profiler {
   TopicDrift Drift() const {
     TopicDrift drift;
     drift.seed = static_cast<uint64_t>(options_.seed);
-    drift.max_context = static_cast<int>(options_.context);
+    drift.max_context =
+        static_cast<int>(options_.drift_context > 0 ? options_.drift_context : options_.context);
     drift.drift = options_.drift;
     drift.turning_heads = options_.turning_heads;
     drift.turning = options_.turning;

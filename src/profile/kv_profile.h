@@ -17,7 +17,8 @@ struct KvProfileOptions {
   // Takes weights and prompts of the topic-drift workload (topic_drift.h).
   bool topic_drift = false;
   double drift = 0.011, turning_heads = 0, turning = 0.25, layer_change = 0.25;  // as there
-  int64_t threads = 0;  // 0: as the server chooses
+  int64_t drift_context = 0;  // TopicDrift::max_context; 0: as `context`
+  int64_t threads = 0;        // 0: as the server chooses
   int64_t workers = 1;
   int64_t prompts = 4, context = 1024, seed = 1, steps = 64;
   int64_t block_tokens = 32, budget_tokens = 2048, dense_layers = 2;
