@@ -98,6 +98,10 @@ struct PolicyOptions {
     std::vector<float> projection;
   } recall;
 
+  // How tokens come from the host KV cache to HBM (src/attention/offload/row_mover.h): the device
+  // reads them by itself, or CPU workers gather them for it.
+  enum class Mover { kUva, kCpu };
+
   struct Clo {
     // A row of n tokens selects n / budget_divisor of them where that is more than budget_tokens;
     // 0: budget_tokens always.
@@ -120,6 +124,8 @@ struct PolicyOptions {
     // [layers][kv_heads] Not 0: the head's whole cache lies in HBM, and it selects in every step.
     // Empty: no head is persistent.
     std::vector<uint8_t> persistent;
+    Mover mover = Mover::kUva;
+    int mover_workers = 4;  // CPU workers of kCpu
   } clo;
 
   struct Hgca {

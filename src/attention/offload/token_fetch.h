@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "src/attention/kv_attention.h"
 #include "src/attention/offload/offload_tier.h"
+#include "src/attention/offload/row_mover.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policy_options.h"
 #include "src/device/kernel_set.h"
@@ -22,11 +23,12 @@ class TokenFetch {
   using Queries = KvAttention::Queries;
 
   // Makes lists for up to `most_selected` tokens that a row selects of a KV head. `tier` has units
-  // of one token and must outlive the result. `options` gives the shape of steps.
-  // RESOURCE_EXHAUSTED: there is no memory for the lists.
-  static absl::StatusOr<std::unique_ptr<TokenFetch>> Create(const PolicyOptions& options,
-                                                            OffloadTier* tier,
-                                                            int64_t most_selected);
+  // of one token and must outlive the result. `options` gives the shape of steps. `mover` fetches
+  // the tokens, with `mover_workers` CPU workers if it is kCpu. RESOURCE_EXHAUSTED: there is no
+  // memory for the lists; errors of RowMover::Create come through.
+  static absl::StatusOr<std::unique_ptr<TokenFetch>> Create(
+      const PolicyOptions& options, OffloadTier* tier, int64_t most_selected,
+      PolicyOptions::Mover mover = PolicyOptions::Mover::kUva, int mover_workers = 0);
 
   // Returns where the policy's operators put the scores of a row's tokens: [lists][max_context].
   float* scores() const { return scores_.as<float>(); }
@@ -36,6 +38,8 @@ class TokenFetch {
   // Returns the maximum number of tokens of a sequence that have a place in HBM, for each KV head.
   int32_t most_resident() const { return most_resident_; }
   SelectionCounters& counters() const { return *counters_; }
+  // Returns the CPU workers of the mover; null: there are none.
+  SlotWorkers* workers() const { return mover_->workers(); }
 
   // Gives every selected token a place in HBM, by the rule of Recall, and fetches those that had
   // none on the stream `fetches`, which comes after `stream`. With `keeps`, everything that has a
@@ -55,6 +59,7 @@ class TokenFetch {
 
   TokenFetch(const PolicyOptions& options, OffloadTier* tier, int32_t most_selected);
   absl::Status Allocate();
+  RowMover::Options MoverOptions() const;
   Chosen& ChosenOf(int layer) { return chosen_[static_cast<size_t>(layer) % 2]; }
   kernels::UnitLists Lists(const Buffer& units, const Buffer& counts) const {
     return {units.as<int32_t>(), counts.as<int32_t>(), most_selected_};
@@ -66,7 +71,6 @@ class TokenFetch {
   kernels::UnitLists missing() const { return Lists(missing_, missing_counts_); }
   void Split(Stream& stream, int layer, const Queries& predicted, bool forget, bool whole);
   void GivePlaces(Stream& stream, int layer, const Queries& predicted);
-  void Move(Stream& stream, int layer, int32_t rows);
 
   const PolicyOptions options_;
   OffloadTier* const tier_;
@@ -80,6 +84,7 @@ class TokenFetch {
   std::array<Chosen, 2> chosen_;       // by a layer's parity
   Buffer o_, lse_;                     // float [rows][heads][head_dim], [rows][heads]
   std::unique_ptr<SelectionCounters> counters_;
+  std::unique_ptr<RowMover> mover_;
 };
 
 }  // namespace sluice

@@ -14,6 +14,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
+#include "src/device/mailbox.h"
 
 namespace sluice {
 namespace {
@@ -55,6 +56,8 @@ class CloPolicy : public OffloadPolicy {
   }
 
  protected:
+  SlotWorkers* slot_workers() const override { return fetch_->workers(); }
+
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
     stream.After(LayerBranch(stream, layer));
@@ -262,6 +265,12 @@ absl::Status Check(const PolicyOptions& options, const HashShape& hash, int64_t 
                       absl::StrCat("a multiple of 32 up to ", kernels::kMaxHashBits),
                       clo.hash_bits);
   }
+  if (clo.mover == PolicyOptions::Mover::kCpu &&
+      (clo.mover_workers < 1 || clo.mover_workers > Mailbox::kMaxWorkers)) {
+    return OutOfRange(options, "clo_mover_workers",
+                      absl::StrCat("1 to ", Mailbox::kMaxWorkers, " CPU workers"),
+                      clo.mover_workers);
+  }
   return absl::OkStatus();
 }
 
@@ -292,9 +301,10 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyO
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
   const int64_t of_longest =
       options.clo.budget_divisor > 0 ? options.max_context / options.clo.budget_divisor : 0;
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<TokenFetch> fetch,
-                          TokenFetch::Create(options, tier.get(),
-                                             std::max<int64_t>(options.budget_tokens, of_longest)));
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<TokenFetch> fetch,
+      TokenFetch::Create(options, tier.get(), std::max<int64_t>(options.budget_tokens, of_longest),
+                         options.clo.mover, options.clo.mover_workers));
   SLUICE_ASSIGN_OR_RETURN(Tables tables, NewTables(options, hash));
   return std::unique_ptr<AttentionPolicy>(new CloPolicy(
       options, std::move(tier), std::move(written), hash, std::move(fetch), std::move(tables)));
