@@ -60,6 +60,8 @@ scout:interval=8. These settings exist in this bench alone:
   rule=N               (clo) how a group's cosines become one: 0 as published, 1 the least, 2 the mean
   refresh=0            (clo) a head that never misses never selects what left the ring, as published
   bits=N               (clo) bits of a hash code
+  mover=1              (clo) CPU workers gather K and V for the link; 0: the device reads them itself
+  mover-workers=N      (clo) so many CPU workers gather, in two groups; 4 without it
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
 
 --traffic times every step of sequences that do not march alike. steady: all have the longest of --contexts.

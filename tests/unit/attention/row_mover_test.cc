@@ -190,6 +190,21 @@ void Late(Device& device) {
 }
 SLUICE_TEST_ON_CPU_AND_GPU("a late worker ends its group's sequences, and may come back", Late)
 
+void Refused(Device& device) {
+  Shape shape;
+  shape.deadline = absl::Seconds(1);
+  World world(device, shape, TestSeed());
+  const absl::Time begin = absl::Now();
+  MeetFault(world, "attention.worker=delay(1500ms)*1");
+  const SlotWorkers& workers = *world.mover->workers();
+  const int64_t tokens = workers.Statistics().tokens;
+  CHECK(tokens < world.TokensAsked(6));
+  REQUIRE(absl::Now() - begin < absl::Milliseconds(1500));
+  absl::SleepFor(absl::Milliseconds(1700) - (absl::Now() - begin));
+  CHECK(workers.Statistics().tokens == tokens);
+}
+SLUICE_TEST_ON_CPU_AND_GPU("a worker gathers nothing for a round that went on without it", Refused)
+
 void Slow(Device& device) {
   World world(device, Shape{}, TestSeed());
   const auto done = device.NewEvent();
