@@ -98,6 +98,10 @@ struct PolicyOptions {
     std::vector<float> projection;
   } recall;
 
+  // How tokens come from the host KV cache to HBM (src/attention/offload/row_mover.h): the device
+  // reads them by itself, or CPU workers gather them for it.
+  enum class Mover { kUva, kCpu };
+
   struct Clo {
     // A row of n tokens selects n / budget_divisor of them where that is more than budget_tokens;
     // 0: budget_tokens always.
@@ -130,6 +134,8 @@ struct PolicyOptions {
     // False: every head selects in every step, and rows attend to that selection alone, not to all
     // that has a place.
     bool reuse = true;
+    Mover mover = Mover::kUva;
+    int mover_workers = 4;  // CPU workers of kCpu
   } clo;
 
   struct Hgca {

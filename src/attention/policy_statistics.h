@@ -67,11 +67,17 @@ struct ScheduleStatistics {
   int64_t changes = 0;  // how often steps of a size were given other schedules
 };
 
+enum class WorkerDuty {
+  kAttend,  // workers attend to tokens that are not in HBM
+  kGather,  // workers gather K and V that the device then fetches
+};
+
 // Statistics of the CPU workers of a policy since it was made.
 struct WorkerStatistics {
+  WorkerDuty duty = WorkerDuty::kAttend;
   int workers = 0;      // workers that are still alive
-  absl::Duration busy;  // time spent attending, all workers together
-  int64_t tokens = 0;   // tokens x KV heads attended to
+  absl::Duration busy;  // time spent on their duty, all workers together
+  int64_t tokens = 0;   // tokens x KV heads attended to, or gathered
   // Number of times that a worker failed, died, or missed its deadline.
   int64_t failed = 0;
   int64_t left = 0;

@@ -43,7 +43,10 @@ MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
   const auto unit = static_cast<double>(kv.bytes_per_token);  // K and V of one token and head.
   const double own = kv.heads * unit;                         // The row's own token.
   const double values = sizeof(float) * static_cast<double>(c.heads);
-  const bool workers = policy.Workers().workers > 0;
+  const WorkerStatistics served = policy.Workers();
+  const bool workers = served.workers > 0 && served.duty == WorkerDuty::kAttend;
+  // What workers gather is read in the host KV cache, written to staging and read there.
+  const double of_dram = served.workers > 0 && !workers ? 3 : 1;
   const auto q_weights = 2.0 * c.hidden_size * c.heads * c.head_dim;
   const int64_t embedding = c.tie_word_embeddings ? 0 : int64_t{c.vocab_size} * c.hidden_size * 2;
 
@@ -79,7 +82,7 @@ MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
                  brought + metadata;
     }
     sum.to_device += brought;
-    sum.dram += brought + (workers ? missing : 0);
+    sum.dram += of_dram * brought + (workers ? missing : 0);
     // The queries of layer 0 are the real ones.
     if (policy.kv_attention()->LooksAhead(layer) && layer > 0) shared += q_weights;
     if (!workers) continue;

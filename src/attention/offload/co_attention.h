@@ -8,11 +8,8 @@
 // stream that only waits for answers holds up no other work. At most two channels are under way at
 // once, those of neighbouring layers: Start(channel) comes after Finish(channel - 2).
 //
-// Workers form groups. A sequence (a slot) belongs to one group, whose workers share its KV heads;
-// a head's K and V are read once for all its query heads. A worker that fails, dies or misses the
-// deadline ends the sequences of its group (Health); the step goes on. A worker that missed the
-// deadline may still read the host cache of the sequence that it is working on: until it has come
-// back the slot is not at rest (AtRest), and nothing of the slot may be given to another sequence.
+// Workers form groups (src/attention/offload/slot_workers.h). The workers of a group share the KV
+// heads of its sequences; a head's K and V are read once for all its query heads.
 #pragma once
 
 #include <memory>
@@ -24,7 +21,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
 #include "src/attention/kv_attention.h"
-#include "src/attention/policy_statistics.h"
+#include "src/attention/offload/slot_workers.h"
 #include "src/device/device.h"
 
 namespace sluice {
@@ -91,18 +88,8 @@ class CoAttention {
   virtual void Finish(Stream& stream, int channel, const int32_t* slots, int rows, float* o,
                       float* lse) = 0;
 
-  // Takes note that a new sequence moves into the slot.
-  virtual void Join(int slot) = 0;
-  // Returns INTERNAL with reason WORKER_FAILED if workers failed the slot's sequence since Join.
-  virtual absl::Status Health(int slot) const = 0;
-  // Returns whether no worker is at work on the slot's sequence for a step that is done. REQUIRES,
-  // for an answer that stays true: every step that has the slot is done.
-  virtual bool AtRest(int slot) const = 0;
-  // Returns an event to wait for AtRest. It belongs to the host: no stream records it.
-  virtual Event& RestEvent(int slot) = 0;
-
-  // Any thread.
-  virtual WorkerStatistics Statistics() const = 0;
+  // Returns the workers, with which every sequence must Join.
+  virtual SlotWorkers& workers() = 0;
 };
 
 }  // namespace sluice

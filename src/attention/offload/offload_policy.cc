@@ -63,6 +63,7 @@ bool OffloadPolicy::Admit(int slot, int64_t context, int64_t total, Promise prom
   SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
   if (!tier_->Admit(slot, context, total, home)) return false;
   totals_[static_cast<size_t>(slot)] = total;
+  if (slot_workers() != nullptr) slot_workers()->Join(slot);
   Joined(slot);
   return true;
 }
@@ -70,21 +71,21 @@ bool OffloadPolicy::Admit(int slot, int64_t context, int64_t total, Promise prom
 // A late worker may still read the host cache; that must end before anything of the slot goes to
 // another sequence.
 bool OffloadPolicy::Warm(int slot) {
-  return tier_->Warm(slot) && (co_attention() == nullptr || co_attention()->AtRest(slot));
+  return tier_->Warm(slot) && (slot_workers() == nullptr || slot_workers()->AtRest(slot));
 }
 
 Event& OffloadPolicy::WarmEvent(int slot) {
-  if (co_attention() != nullptr && !co_attention()->AtRest(slot))
-    return co_attention()->RestEvent(slot);
+  if (slot_workers() != nullptr && !slot_workers()->AtRest(slot))
+    return slot_workers()->RestEvent(slot);
   return tier_->WarmEvent(slot);
 }
 
 absl::Status OffloadPolicy::SlotHealth(int slot) const {
-  return co_attention() == nullptr ? absl::OkStatus() : co_attention()->Health(slot);
+  return slot_workers() == nullptr ? absl::OkStatus() : slot_workers()->Health(slot);
 }
 
 WorkerStatistics OffloadPolicy::Workers() const {
-  return co_attention() == nullptr ? WorkerStatistics{} : co_attention()->Statistics();
+  return slot_workers() == nullptr ? WorkerStatistics{} : slot_workers()->Statistics();
 }
 
 void OffloadPolicy::AwaitWarmUps() {

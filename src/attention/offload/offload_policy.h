@@ -13,8 +13,8 @@
 
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
-#include "src/attention/offload/co_attention.h"
 #include "src/attention/offload/offload_tier.h"
+#include "src/attention/offload/slot_workers.h"
 #include "src/attention/policy_options.h"
 
 namespace sluice {
@@ -107,8 +107,9 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   // was given.
   void AwaitWarmUps();
 
-  // Returns the workers that read host caches beside the device; null: there are none.
-  virtual CoAttention* co_attention() const { return nullptr; }
+  // Returns the workers that read host caches beside the device; null: there are none. Every
+  // sequence joins them.
+  virtual SlotWorkers* slot_workers() const { return nullptr; }
   // Called when a sequence has come into the slot, and when one is about to leave it.
   virtual void Joined(int /*slot*/) {}
   virtual void Left(int /*slot*/) {}

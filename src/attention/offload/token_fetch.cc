@@ -27,11 +27,30 @@ TokenFetch::TokenFetch(const PolicyOptions& options, OffloadTier* tier, int32_t 
 
 absl::StatusOr<std::unique_ptr<TokenFetch>> TokenFetch::Create(const PolicyOptions& options,
                                                                OffloadTier* tier,
-                                                               int64_t most_selected) {
+                                                               int64_t most_selected,
+                                                               PolicyOptions::Mover mover,
+                                                               int mover_workers) {
   auto made = std::unique_ptr<TokenFetch>(
       new TokenFetch(options, tier, static_cast<int32_t>(most_selected)));
   SLUICE_RETURN_IF_ERROR(made->Allocate());
+  RowMover::Options of_mover = made->MoverOptions();
+  of_mover.kind = mover;
+  of_mover.workers = mover_workers;
+  SLUICE_ASSIGN_OR_RETURN(made->mover_, RowMover::Create(of_mover));
   return made;
+}
+
+RowMover::Options TokenFetch::MoverOptions() const {
+  RowMover::Options mover;
+  mover.device = options_.device;
+  mover.slots = options_.slots;
+  mover.max_rows = OffloadPolicy::MaxDecodeRows(options_);
+  mover.kv_heads = static_cast<int>(kv_heads_);
+  mover.capacity = most_selected_;
+  mover.home = tier_->Home(0);
+  mover.resident = options_.hbm->base(0);
+  mover.deadline = options_.worker_deadline;
+  return mover;
 }
 
 absl::Status TokenFetch::Allocate() {
@@ -114,8 +133,12 @@ void TokenFetch::Bring(Stream& stream, Stream& fetches, int layer, const Queries
   list.whole = rule.whole;
   list.by_place = rule.whole && rule.by_place;
   kernels_.Split(stream, list);
+  // The layer before and the next Bring go on while the tokens are fetched.
   fetches.After(stream);
-  Move(fetches, layer, predicted.rows);
+  const Chosen& chosen = ChosenOf(layer);
+  mover_->Move(fetches, layer,
+               {predicted.slots, chosen.source_units.as<int32_t>(),
+                chosen.target_units.as<int32_t>(), chosen.moves.as<int32_t>(), predicted.rows});
 }
 
 void TokenFetch::Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent,
@@ -195,27 +218,6 @@ void TokenFetch::GivePlaces(Stream& stream, int layer, const Queries& predicted)
   recall.kv_heads = static_cast<int32_t>(kv_heads_);
   recall.unit_tokens = kUnitTokens;
   kernels_.Recall(stream, recall);
-}
-
-// Fetches K and V of the tokens that were given places. The layer before and the next Bring go on
-// meanwhile.
-void TokenFetch::Move(Stream& stream, int layer, int32_t rows) {
-  const Chosen& chosen = ChosenOf(layer);
-  const kernels::PagedCache home = tier_->Home(layer), resident = tier_->Places(layer);
-  const int64_t row_bytes = int64_t{home.head_dim} * SizeOf(home.type);
-  kernels::TransferParams move{};
-  move.source = home.base;
-  move.target = resident.base;
-  move.source_pitch = move.target_pitch = row_bytes;
-  move.source_units = chosen.source_units.as<int32_t>();
-  move.target_units = chosen.target_units.as<int32_t>();
-  move.counts = chosen.moves.as<int32_t>();
-  move.lists = static_cast<int32_t>(rows * kv_heads_);
-  move.capacity = most_selected_;
-  move.unit_bytes = static_cast<int32_t>(row_bytes);
-  move.parts = 2;
-  move.part_pitch = home.block_tokens * row_bytes;  // V of a block, after its K
-  kernels_.Transfer(stream, move);
 }
 
 }  // namespace sluice

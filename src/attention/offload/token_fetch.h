@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "src/attention/kv_attention.h"
 #include "src/attention/offload/offload_tier.h"
+#include "src/attention/offload/row_mover.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policy_options.h"
 #include "src/device/kernel_set.h"
@@ -24,11 +25,12 @@ class TokenFetch {
   using Queries = KvAttention::Queries;
 
   // Makes lists for up to `most_selected` tokens that a row selects of a KV head. `tier` has units
-  // of one token and must outlive the result. `options` gives the shape of steps.
-  // RESOURCE_EXHAUSTED: there is no memory for the lists.
-  static absl::StatusOr<std::unique_ptr<TokenFetch>> Create(const PolicyOptions& options,
-                                                            OffloadTier* tier,
-                                                            int64_t most_selected);
+  // of one token and must outlive the result. `options` gives the shape of steps. `mover` fetches
+  // the tokens, with `mover_workers` CPU workers if it is kCpu. RESOURCE_EXHAUSTED: there is no
+  // memory for the lists; errors of RowMover::Create come through.
+  static absl::StatusOr<std::unique_ptr<TokenFetch>> Create(
+      const PolicyOptions& options, OffloadTier* tier, int64_t most_selected,
+      PolicyOptions::Mover mover = PolicyOptions::Mover::kUva, int mover_workers = 0);
 
   // Two selections may be under way at once: that of Bring, and that of Add one layer before it.
   // The second is there if a head is persistent.
@@ -41,6 +43,8 @@ class TokenFetch {
   // Returns the maximum number of tokens of a sequence that have a place in HBM, for each KV head.
   int32_t most_resident() const { return most_resident_; }
   SelectionCounters& counters() const { return *counters_; }
+  // Returns the CPU workers of the mover; null: there are none.
+  SlotWorkers* workers() const { return mover_->workers(); }
 
   struct Rule {
     // [lists] Not 0: the list selected. Null: every list did. The others keep the places that they
@@ -85,6 +89,7 @@ class TokenFetch {
   absl::Status Allocate();
   absl::Status AllocateScored(Scored* scored) const;
   const Scored& Of(Use use) const { return use == Use::kBring ? bring_ : add_; }
+  RowMover::Options MoverOptions() const;
   Chosen& ChosenOf(int layer) { return chosen_[static_cast<size_t>(layer) % 2]; }
   kernels::UnitLists Lists(const Buffer& units, const Buffer& counts) const {
     return {units.as<int32_t>(), counts.as<int32_t>(), most_selected_};
@@ -103,7 +108,6 @@ class TokenFetch {
                                  const kernels::UnitLists& selected,
                                  const kernels::UnitLists& missing);
   void GivePlaces(Stream& stream, int layer, const Queries& predicted);
-  void Move(Stream& stream, int layer, int32_t rows);
 
   const PolicyOptions options_;
   OffloadTier* const tier_;
@@ -115,6 +119,7 @@ class TokenFetch {
   std::array<Chosen, 2> chosen_;  // by a layer's parity
   Buffer o_, lse_;                // float [rows][heads][head_dim], [rows][heads]
   std::unique_ptr<SelectionCounters> counters_;
+  std::unique_ptr<RowMover> mover_;
 };
 
 }  // namespace sluice

@@ -152,6 +152,12 @@ constexpr Setting kSettings[] = {
      }},
     {"bits", "clo", true,
      [](PolicyOptions& o, double value) { o.clo.hash_bits = static_cast<int>(value); }},
+    {"mover", "clo", false,
+     [](PolicyOptions& o, double value) {
+       o.clo.mover = value != 0 ? PolicyOptions::Mover::kCpu : PolicyOptions::Mover::kUva;
+     }},
+    {"mover-workers", "clo", true,
+     [](PolicyOptions& o, double value) { o.clo.mover_workers = static_cast<int>(value); }},
     {"share", "scout", false,
      [](PolicyOptions& o, double value) { o.scout.share_limit = static_cast<float>(value); }},
     {"interval", "scout", true,

@@ -63,6 +63,8 @@ scout:interval=8. These settings exist in this bench alone:
   bits=N               (clo) bits of a hash code
   persistent=X         (clo) share of the heads that lie wholly in HBM, where no profile says which
   replace=1            (clo) a head that misses fetches all that it selects, as published
+  mover=1              (clo) CPU workers gather K and V for the link; 0: the device reads them itself
+  mover-workers=N      (clo) so many CPU workers gather, in two groups; 4 without it
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
 
 --traffic times every step of sequences that do not march alike. steady: all have the longest of --contexts.

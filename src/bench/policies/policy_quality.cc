@@ -225,7 +225,8 @@ class QualityRun {
       SLUICE_ASSIGN_OR_RETURN(
           const auto policy,
           SetUpPolicy(WorldOf(quality.budget_share, context, answer.size()), quality.policy));
-      evidence.workers = policy->Workers().workers > 0;
+      const WorkerStatistics workers = policy->Workers();
+      evidence.workers = workers.workers > 0 && workers.duty == WorkerDuty::kAttend;
       for (int layer = 0; layer < world_.model->config().layers; ++layer) {
         ahead |= policy->kv_attention()->LooksAhead(layer);
       }

@@ -156,13 +156,13 @@ void Throwing(Device& device, const KernelTable& table) {
   world.Step(6);
   fault = Fault::kNone;
   CHECK(world.Failed() == GroupOf(slot, world.shape, 2));
-  const absl::Status health = world.co_attention->Health(slot);
+  const absl::Status health = world.co_attention->workers().Health(slot);
   CHECK(absl::IsInternal(health));
   CHECK(health.message() == "a CPU worker that attends to this sequence failed");
   CHECK(ReasonOf(health) == "WORKER_FAILED");
   world.Check(6, ToleranceOf(table));
   // The next sequence in the same slot is served.
-  for (int s : GroupOf(slot, world.shape, 2)) world.co_attention->Join(s);
+  for (int s : GroupOf(slot, world.shape, 2)) world.co_attention->workers().Join(s);
   world.Step(6);
   CHECK(world.Failed().empty());
   world.Check(6, ToleranceOf(table));
@@ -179,12 +179,12 @@ void Late(Device& device, const KernelTable& table) {
   world.Step(6);
   CHECK(absl::Now() - before > shape.deadline);
   CHECK(world.Failed() == GroupOf(slot, shape, 2));
-  CHECK(world.co_attention->Health(slot).message() ==
+  CHECK(world.co_attention->workers().Health(slot).message() ==
         "a CPU worker that attends to this sequence did not answer in time");
   world.Check(6, ToleranceOf(table));
   // While it is away, others' results are right, wherever their rows are, even when it comes back
   // in the midst of them; and requests to it are refused.
-  for (int s : world.Failed()) world.co_attention->Join(s);
+  for (int s : world.Failed()) world.co_attention->workers().Join(s);
   for (int step = 0; step < 50; ++step) {
     if (step == 25) fault = Fault::kNone;
     world.Draw(8);
@@ -194,7 +194,7 @@ void Late(Device& device, const KernelTable& table) {
   }
   while (asleep.load()) std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));  // until it has polled
-  for (int s = 0; s < shape.slots; ++s) world.co_attention->Join(s);
+  for (int s = 0; s < shape.slots; ++s) world.co_attention->workers().Join(s);
   for (int step = 0; step < 20; ++step) {
     world.Draw(8);
     world.Step(8);
@@ -202,7 +202,7 @@ void Late(Device& device, const KernelTable& table) {
   }
   CHECK(world.Failed().empty());
   // There may be one channel or two that were under way.
-  const int64_t late = world.co_attention->Statistics().late;
+  const int64_t late = world.co_attention->workers().Statistics().late;
   CHECK((late == 1 || late == 2));
 }
 SLUICE_TEST_ON_EVERY_PATH("a late worker ends its group's sequences, and may come back", Late)
@@ -217,23 +217,23 @@ void GivenAway(Device& device, const KernelTable& table) {
   world.Step(6);
   // The sequences of its group have ended, but a worker still reads only one of them.
   REQUIRE(asleep.load());
-  REQUIRE_FALSE(world.co_attention->Health(slot).ok());
-  CHECK_FALSE(world.co_attention->AtRest(slot));
-  CHECK_FALSE(world.co_attention->RestEvent(slot).Ready());
-  for (int s = 1; s < shape.slots; ++s) world.co_attention->RestEvent(s).Wait();
+  REQUIRE_FALSE(world.co_attention->workers().Health(slot).ok());
+  CHECK_FALSE(world.co_attention->workers().AtRest(slot));
+  CHECK_FALSE(world.co_attention->workers().RestEvent(slot).Ready());
+  for (int s = 1; s < shape.slots; ++s) world.co_attention->workers().RestEvent(s).Wait();
   std::thread wakes([] {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     fault = Fault::kNone;
   });
-  world.co_attention->RestEvent(slot).Wait();
-  CHECK(world.co_attention->AtRest(slot));
+  world.co_attention->workers().RestEvent(slot).Wait();
+  CHECK(world.co_attention->workers().AtRest(slot));
   world.MoveIn(slot);
   wakes.join();
   while (asleep.load()) std::this_thread::yield();
   CHECK_FALSE(foreign.load());
   // The other one is at rest once the worker has polled.
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  for (int s = 0; s < shape.slots; ++s) world.co_attention->Join(s);
+  for (int s = 0; s < shape.slots; ++s) world.co_attention->workers().Join(s);
   world.DrawWhole(6);
   world.Step(6);
   world.Check(6, ToleranceOf(table));
@@ -251,7 +251,7 @@ void Dying(Device& device, const KernelTable& table) {
     world.Check(6, ToleranceOf(table));
   };
   step();
-  CHECK(world.co_attention->Statistics().workers == 3);
+  CHECK(world.co_attention->workers().Statistics().workers == 3);
   {
     const ScopedFailpoints armed("attention.worker_exit=error*1");
     step();
@@ -259,23 +259,23 @@ void Dying(Device& device, const KernelTable& table) {
   const std::vector<int> lost = world.Failed();
   REQUIRE_FALSE(lost.empty());
   CHECK(lost == GroupOf(lost.front(), world.shape, 2));
-  CHECK(world.co_attention->Health(lost.front()).message() ==
+  CHECK(world.co_attention->workers().Health(lost.front()).message() ==
         "a CPU worker that attends to this sequence has died");
   // Those that come after them are served by the workers that are left.
-  for (int slot : lost) world.co_attention->Join(slot);
+  for (int slot : lost) world.co_attention->workers().Join(slot);
   for (int i = 0; i < 20; ++i) step();
   CHECK(world.Failed().empty());
-  CHECK(world.co_attention->Statistics().workers == 2);
-  CHECK(world.co_attention->Statistics().left == 1);
+  CHECK(world.co_attention->workers().Statistics().workers == 2);
+  CHECK(world.co_attention->workers().Statistics().left == 1);
   // If no worker is left, no sequence is healthy, and steps end none the less.
   {
     const ScopedFailpoints armed("attention.worker_exit=error");
     step();
   }
-  for (int slot = 0; slot < world.shape.slots; ++slot) world.co_attention->Join(slot);
+  for (int slot = 0; slot < world.shape.slots; ++slot) world.co_attention->workers().Join(slot);
   for (int i = 0; i < 20; ++i) step();
   CHECK(world.Failed().size() == 6);
-  CHECK(world.co_attention->Statistics().workers == 0);
+  CHECK(world.co_attention->workers().Statistics().workers == 0);
 }
 SLUICE_TEST_ON_EVERY_PATH("a worker that dies ends its group's sequences, and no later one", Dying)
 
@@ -290,7 +290,7 @@ void Failing(Device& device, const KernelTable& table) {
   const std::vector<int> lost = world.Failed();
   REQUIRE_FALSE(lost.empty());
   CHECK(lost == GroupOf(lost.front(), world.shape, 2));
-  const WorkerStatistics did = world.co_attention->Statistics();
+  const WorkerStatistics did = world.co_attention->workers().Statistics();
   CHECK(did.failed == 1);
   CHECK(did.workers == 3);
   CHECK(did.busy > absl::ZeroDuration());
@@ -307,7 +307,7 @@ void Counting(Device& device, const KernelTable& table) {
     world.Step(8);
     units += world.UnitsAsked(8);
   }
-  CHECK(world.co_attention->Statistics().tokens == units * world.shape.unit_tokens);
+  CHECK(world.co_attention->workers().Statistics().tokens == units * world.shape.unit_tokens);
 }
 SLUICE_TEST_ON_EVERY_PATH("every token that workers attend to is counted once", Counting)
 
@@ -415,7 +415,7 @@ TEST_CASE("on the simulated device every fault leaves the other sequences right,
       failed += static_cast<int>(lost.size());
       checked += shape.slots - static_cast<int>(lost.size());
       if (seed % 4 == 0) REQUIRE(lost.empty());
-      for (int slot : lost) world.co_attention->Join(slot);
+      for (int slot : lost) world.co_attention->workers().Join(slot);
     }
   }
   CHECK(failed > 100);

@@ -172,7 +172,7 @@ class World {
     for (int layer = 0; layer < shape.layers; ++layer) {
       for (int row = 0; row < rows; ++row) {
         const int slot = slots[static_cast<size_t>(row)];
-        if (slot < 0 || !co_attention->Health(slot).ok()) continue;
+        if (slot < 0 || !co_attention->workers().Health(slot).ok()) continue;
         for (int head = 0; head < shape.heads; ++head) {
           CheckHead(layer, row, head, tolerance);
         }
@@ -192,7 +192,7 @@ class World {
         DrawElements(memory_[layer], page * elements, elements);
       }
     }
-    co_attention->Join(slot);
+    co_attention->workers().Join(slot);
   }
 
   // Returns whether a worker has something to do for the row.
@@ -219,7 +219,7 @@ class World {
   std::vector<int> Failed() const {
     std::vector<int> out;
     for (int slot = 0; slot < shape.slots; ++slot) {
-      if (!co_attention->Health(slot).ok()) out.push_back(slot);
+      if (!co_attention->workers().Health(slot).ok()) out.push_back(slot);
     }
     return out;
   }

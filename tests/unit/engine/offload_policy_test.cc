@@ -5,10 +5,12 @@
 #include <map>
 #include <set>
 
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "src/attention/forwarding_policy.h"
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/support/device.h"
 #include "tests/support/eventually.h"
@@ -341,6 +343,85 @@ void ParkedGiveBack(const std::string& kernels) {
 }
 SLUICE_TEST_ON_CPU_AND_GPU(
     "sequences that nobody reads give back what their policy does not keep in DRAM", ParkedGiveBack)
+
+// Returns a node whose sequences fetch tokens by way of CPU workers, and requests with prompts that
+// do not fit HBM.
+NodeOptions GatherOptions(const std::string& kernels) {
+  NodeOptions options;
+  options.kernels = kernels;
+  options.model_dir = fixtures::ModelDir(kModel);
+  options.max_context = 1024;
+  options.max_sequences = 4;
+  options.policy.name = "clo";
+  options.policy.budget_tokens = 80;
+  options.policy.dense_layers = 1;
+  options.policy.worker_deadline = absl::Seconds(60);
+  options.policy.clo.similarity = 1;  // every head misses, so every step fetches
+  options.policy.clo.mover = PolicyOptions::Mover::kCpu;
+  return options;
+}
+std::vector<Request> LongRequests() {
+  std::vector<Request> requests;
+  for (int i = 0; i < 4; ++i) {
+    std::vector<int32_t> prompt;
+    for (int t = 0; t < 250 + i * 33; ++t) prompt.push_back(3 + (t * 7919 + i * 104729) % 500);
+    requests.push_back(GreedyRequest(prompt, 24));
+    requests.back().request_id = absl::StrCat("s", i);
+  }
+  return requests;
+}
+
+void CancelledGather(const std::string& kernels) {
+  if (!kFailpointsCompiledIn) return SkipTest("this build has no failpoints");
+  Node node(GatherOptions(kernels));
+  const std::vector<Request> requests = LongRequests();
+  std::vector<Generated> want;
+  for (const Request& request : requests) want.push_back(node.Generate(request));
+  const ScopedFailpoints armed("attention.worker=delay(500ms)*1@40");
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (const Request& request : requests) streams.push_back(node.Start(request));
+  REQUIRE(testing::Eventually(absl::Seconds(10),
+                              [] { return StateOf(Failpoint::kAttentionWorker).fired == 1; }));
+  node.engine().CancelRequest("s0", absl::CancelledError("test"), [](bool) {});
+  CHECK(absl::IsCancelled(Node::Collect(*streams[0]).finish.status));
+  for (size_t i = 1; i < streams.size(); ++i) CHECK(Node::Collect(*streams[i]).ids == want[i].ids);
+  CHECK(node.Quiescent());
+}
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "a sequence that is cancelled while workers gather for it ends, and others keep their tokens",
+    CancelledGather)
+
+void FailedGather(const std::string& kernels) {
+  if (!kFailpointsCompiledIn) return SkipTest("this build has no failpoints");
+  Node node(GatherOptions(kernels));
+  const std::vector<Request> requests = LongRequests();
+  std::vector<Generated> want;
+  for (const Request& request : requests) want.push_back(node.Generate(request));
+  const ScopedFailpoints armed("attention.worker_exit=error*1@100");
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (const Request& request : requests) streams.push_back(node.Start(request));
+  int failed = 0;
+  for (size_t i = 0; i < streams.size(); ++i) {
+    const Generated got = Node::Collect(*streams[i]);
+    if (got.finish.reason == Reason::kError) {
+      ++failed;
+      CHECK(absl::IsInternal(got.finish.status));
+      CHECK(ReasonOf(got.finish.status) == "WORKER_FAILED");
+    } else {
+      CHECK(got.ids == want[i].ids);
+    }
+  }
+  CHECK(failed > 0);
+  CHECK(failed < 4);
+  // The next sequences are served by the workers that are left.
+  for (size_t i = 0; i < requests.size(); ++i) {
+    CHECK(node.Generate(requests[i]).ids == want[i].ids);
+  }
+  CHECK(node.Quiescent());
+}
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "a worker that dies in a gather ends its sequences alone, and later ones are served",
+    FailedGather)
 
 }  // namespace
 }  // namespace sluice

@@ -15,6 +15,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
+#include "src/device/mailbox.h"
 
 namespace sluice {
 namespace {
@@ -67,6 +68,8 @@ class CloPolicy : public OffloadPolicy {
   }
 
  protected:
+  SlotWorkers* slot_workers() const override { return fetch_->workers(); }
+
   // Persistent heads select by the queries themselves: nothing of theirs is fetched, so nothing
   // need be known beforehand.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
@@ -339,6 +342,12 @@ absl::Status Check(const PolicyOptions& options, const HashShape& hash, int64_t 
                       absl::StrCat("a multiple of 32 up to ", kernels::kMaxHashBits),
                       clo.hash_bits);
   }
+  if (clo.mover == PolicyOptions::Mover::kCpu &&
+      (clo.mover_workers < 1 || clo.mover_workers > Mailbox::kMaxWorkers)) {
+    return OutOfRange(options, "clo_mover_workers",
+                      absl::StrCat("1 to ", Mailbox::kMaxWorkers, " CPU workers"),
+                      clo.mover_workers);
+  }
   return absl::OkStatus();
 }
 
@@ -378,7 +387,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyO
           : (tier_options.ring_blocks + tier_options.recall_blocks) * kv.block_tokens;
   const int64_t of_longest = divisor > 0 ? options.max_context / divisor : 0;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<TokenFetch> fetch,
-                          TokenFetch::Create(options, tier.get(), std::max(of_short, of_longest)));
+                          TokenFetch::Create(options, tier.get(), std::max(of_short, of_longest),
+                                             options.clo.mover, options.clo.mover_workers));
   SLUICE_ASSIGN_OR_RETURN(Tables tables, NewTables(options, hash, tier_options.persistent));
   return std::unique_ptr<AttentionPolicy>(new CloPolicy(
       options, std::move(tier), std::move(written), hash, std::move(fetch), std::move(tables)));

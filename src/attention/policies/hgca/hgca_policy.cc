@@ -122,7 +122,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   }
 
  protected:
-  CoAttention* co_attention() const override { return co_attention_.get(); }
+  SlotWorkers* slot_workers() const override { return &co_attention_->workers(); }
   // Algorithm 2.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override;
@@ -145,7 +145,6 @@ class HgcaPolicyImpl : public HgcaPolicy {
     decodes_[static_cast<size_t>(slot)] = false;
     queries_->Joined(slot);
     cache_->Join(slot, tier().HomeOf(slot));
-    co_attention_->Join(slot);
   }
   void Left(int slot) override { cache_->Leave(slot); }
 

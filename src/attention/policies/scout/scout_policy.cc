@@ -111,7 +111,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
  protected:
-  CoAttention* co_attention() const override { return &workers_; }
+  SlotWorkers* slot_workers() const override { return &workers_.workers(); }
   // Algorithm 1, lines 9 to 13, then section 3.4.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
@@ -191,10 +191,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     first_.queries().PromptEnded(slot);
   }
 
-  void Joined(int slot) override {
-    first_.queries().Joined(slot);
-    workers_.Join(slot);
-  }
+  void Joined(int slot) override { first_.queries().Joined(slot); }
 
  private:
   int32_t* since(int layer) const {
