@@ -133,6 +133,39 @@ class IntervalRun:
                 "--context", str(self.context), "--prompts", str(self.prompts), "--steps", str(self.steps),
                 "--budget-tokens", str(self.budget),
                 "--workers", str(max(len(os.sched_getaffinity(0)) - 2, 1))]
+# Topic drift in which heads turn at rates as different as a model's: with them a KV head of clo misses in a fifth of its
+# lookups.
+TURNING = ("--turning-heads", "0.4", "--turning", "0.35")
+TURNING_DRIFT = 0.02
+
+
+@dataclass(frozen=True)
+class HeadsRun:
+    """One call of sluice-profile that measures the heads of clo on that workload, for later runs."""
+
+    name: str
+    longest: int  # longest context of the later runs
+    context: int = 8192
+    model: str = LLAMA
+    prompts: int = 2
+    quality = False
+
+    def quickly(self) -> "HeadsRun":
+        """Returns a run that takes seconds, with the model and the context of Run.quickly."""
+        return replace(self, model=SMALL, context=512, longest=max(self.longest // 32, 512))
+
+    def arguments(self, place: Place, quick: bool, folder: Path, texts: Path | None) -> list[str]:
+        """Returns the flags of sluice-profile, without the device and the output."""
+        return ["--model", str(place.root / self.model), "--topic-drift", "--clo", "--no-intervals",
+                "--context", str(self.context), "--drift-context", str(self.longest), "--prompts", str(self.prompts),
+                "--drift", str(TURNING_DRIFT), *TURNING]
+
+
+def _clo(name: str, policies: tuple[str, ...], context: int, **more) -> Run:
+    return Run(name, policies, (context,), model=LLAMA, statistics=0, trace=False, profile="heads", budget=256,
+               drifts=(TURNING_DRIFT,), more=TURNING, **more)
+
+
 BUDGETS = ("full", "scout", "scout:budget=1024", "recall-paper", "hgca-mean")
 
 
@@ -156,7 +189,7 @@ def _auto(name: str, contexts: tuple[int, ...], most: int = 16, **more) -> Run:
                trace=False, steps=12, distinct=1, **{"layers": 8, "dram_gib": 40, **more})
 
 
-AnyRun = Run | IntervalRun | LatentRun | ProfileRun
+AnyRun = Run | IntervalRun | HeadsRun | LatentRun | ProfileRun
 PARTS: dict[str, list[AnyRun]] = {
     # Every policy at its largest batch and at the largest batch of full.
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
@@ -214,6 +247,18 @@ PARTS: dict[str, list[AnyRun]] = {
     "drift": [Run("drift", ("scout", "recall", "recall-paper"), (32768,), batches=(4,), given_batches=True,
                   most=4, drifts=(0.005, 0.01, 0.014, 0.02, 0.04), distinct=1, steps=32, trace=False,
                   dram_gib=24)],
+    # HBM for six sequences of 32K: clo's largest batches beside its baselines', with persistent heads and without.
+    "clo32k": [HeadsRun("heads", 32768),
+               _clo("32k", ("full", "lru", "clo", "clo:persistent=0.2", "clo:persistent=0.3"), 32768, most=20,
+                    full_sequences=6.6)],
+    # Each row beside the first differs by one form or setting.
+    "clo-forms": [HeadsRun("heads", 32768),
+                  _clo("forms-32k", ("clo", "clo:replace=1", "clo:mover=1", "clo:persistent=0.2", "clo-paper", "lru",
+                                     "clo-fetch-all", "hata", "full"), 32768, most=6, batches=(6,), given_batches=True,
+                       full_sequences=8, steps=16)],
+    "clo128k": [HeadsRun("heads", 129024),
+                _clo("128k", ("full", "hata", "lru", "clo", "clo:persistent=0.25", "clo-fetch-all"), 129024, most=1,
+                     given_batches=True, full_sequences=1.5, steps=16)],
     **LATENT_PARTS,
 }
 
@@ -226,7 +271,7 @@ def token_bytes(model: Path) -> int:
 
 def command(run: AnyRun, place: Place, device: str, quick: bool, folder: Path,
             texts: Path | None) -> list[str]:
-    if isinstance(run, (IntervalRun, ProfileRun)):
+    if isinstance(run, (IntervalRun, HeadsRun, ProfileRun)):
         begin, out = [str(place.bin / "sluice-profile")], folder / f"{run.name}.json"
     else:
         begin, out = [str(place.bin / "sluice-bench"), "policies"], folder / run.name
