@@ -45,7 +45,7 @@ MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
   const double values = sizeof(float) * static_cast<double>(c.heads);
   const WorkerStatistics served = policy.Workers();
   const bool workers = served.workers > 0 && served.duty == WorkerDuty::kAttend;
-  // What workers gather is read in the host KV cache, written to staging and read there.
+  // Workers that gather read the host KV cache and write staging, which the device reads.
   const double of_dram = served.workers > 0 && !workers ? 3 : 1;
   const auto q_weights = 2.0 * c.hidden_size * c.heads * c.head_dim;
   const int64_t embedding = c.tie_word_embeddings ? 0 : int64_t{c.vocab_size} * c.hidden_size * 2;

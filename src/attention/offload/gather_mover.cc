@@ -1,8 +1,8 @@
-// A move is kParts rounds of the workers. The device posts the lists once and raises the first two
-// rounds; after each answer it copies that part from staging to HBM and raises the next round but
-// one, whose part takes the same staging buffer. So the device copies one part while the workers
-// gather the next. How many rounds there are is fixed, because a recorded program cannot choose;
-// how large they are follows from the lists.
+// A move is kParts rounds of the workers (src/device/mailbox.h). The device posts the lists once
+// and raises the first two rounds; after each answer it copies that part from staging to HBM and
+// raises the next round but one, whose part takes the same staging buffer. So the device copies one
+// part while the workers gather the next. How many rounds there are is fixed, because a recorded
+// program cannot choose; how large they are follows from the lists.
 //
 // A worker touches the request, the host cache and the staging buffers only while it holds the
 // round, for kPieceTokens tokens at a time. So one that is late reads nothing of a sequence that
@@ -51,7 +51,7 @@ struct Side {
   std::array<Region, kRegions> regions;
 };
 
-// What one worker keeps for itself.
+// Memory of one worker.
 struct Gatherer {
   GatherPlan plan;
   std::vector<uint64_t> servers;  // by row

@@ -1,5 +1,6 @@
-// Which entries of the lists of a step each CPU worker gathers, and when: a pure function of the
-// lists' lengths, so that workers need no word among themselves. Only gather_mover.cc uses it.
+// Plans which entries of a step's lists each CPU worker gathers, and in which part of the move. A
+// plan follows from the lengths of the lists alone, so workers need no word among themselves. Only
+// gather_mover.cc uses it.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@ class GatherPlan {
     int32_t begin, end;
   };
 
-  // A worker's task: part `part` of `parts` of what it gathers in a step.
+  // A worker's task is one part of `parts` of all that it gathers in a step.
   struct Task {
     int worker = 0;
     int part = 0;

@@ -1,4 +1,4 @@
-// How K and V of single tokens come from the host KV cache to their places in HBM. There are two
+// Fetches K and V of single tokens from the host KV cache to their places in HBM. There are two
 // ways, which give the same bytes:
 //   kUva  the device itself reads the rows where they lie in pinned memory;
 //   kCpu  CPU workers gather the rows in pinned staging buffers, part by part, and the device reads
@@ -57,8 +57,8 @@ class RowMover {
   // Fetches the tokens of `lists`. The moves of neighbouring layers may be under way at once, on
   // streams of the caller's choice: Move(layer) comes after Move(layer - 2).
   virtual void Move(Stream& stream, int layer, const Lists& lists) = 0;
-  // Returns the workers, with which every sequence must Join; null: there are none. What they had
-  // to fetch for a sequence that they failed may be missing in HBM.
+  // Returns the workers, with which every sequence must Join; null: there are none. K and V of a
+  // sequence that they failed may be missing in HBM.
   virtual SlotWorkers* workers() { return nullptr; }
 };
 

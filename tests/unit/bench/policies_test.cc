@@ -42,6 +42,12 @@ TEST_CASE("a policy's name may carry settings of that policy") {
   CHECK_FALSE(WithPolicy(options, "scout-no-ahead-no-recall").scout.layer_ahead);
   CHECK_FALSE(WithPolicy(options, "scout-no-ahead-no-recall").scout.recall);
   CHECK(WithPolicy(options, "hgca-mean").name == "hgca");
+  CHECK(WithPolicy(options, "clo").clo.mover == PolicyOptions::Mover::kUva);
+  const PolicyOptions gathers = WithPolicy(options, "clo:mover=1:mover-workers=6");
+  CHECK(gathers.clo.mover == PolicyOptions::Mover::kCpu);
+  CHECK(gathers.clo.mover_workers == 6);
+  CHECK_FALSE(ParsePolicies("clo:mover-workers=0").ok());
+  CHECK_FALSE(ParsePolicies("recall:mover=1").ok());
   CHECK(IsAuto("auto"));
   CHECK_FALSE(ParsePolicies("auto:budget=512").ok());  // A node chooses the budget.
   CHECK(WantsMeanSelection("hgca-mean:window=64"));

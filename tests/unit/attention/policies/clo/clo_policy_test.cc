@@ -643,6 +643,14 @@ TEST_CASE("a step reads what its heads keep, and codes of the heads that miss al
   CHECK(bytes.hbm ==
         Approx(shared + 2 * shape.layers * (own + shape.kv_heads * 100 * token + brought + codes)));
   CHECK(bytes.to_device == Approx(2 * shape.layers * brought));
+  CHECK(bytes.dram == Approx(bytes.to_device));
+  // Workers that gather read it, write it to staging, and send nothing else over the link.
+  options.clo.mover = Mover::kCpu;
+  const MemoryTraffic gathered = BytesOfStep(model, *MakePolicy(options), statistics, 2, 500);
+  CHECK(gathered.dram == Approx(3 * bytes.dram));
+  CHECK(gathered.hbm == bytes.hbm);
+  CHECK(gathered.to_device == bytes.to_device);
+  CHECK(gathered.to_host == bytes.to_host);
   // Where nothing missed, it is what has a place.
   for (PolicyStatistics::Layer& layer : statistics.layers) {
     layer.misses = layer.selected = layer.missing = layer.recalled = 0;
