@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/hash_params.h"
 #include "src/attention/policies/clo/head_thresholds.h"
 #include "src/attention/policies/recall/projection.h"
 #include "src/base/config_reader.h"
@@ -28,15 +29,22 @@ constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxInterval = 1'000'000;
 constexpr size_t kFingerprintDigits = 64;
 
-// Header of a projection's file. Float32 values follow it, little-endian like every machine that
-// this runs on.
-struct ProjectionHeader {
+// Matrices of heads, in a binary file of their own. Float32 values follow the header,
+// little-endian like every machine that this runs on.
+struct MatricesHeader {
   char magic[8];
   char model_fingerprint[kFingerprintDigits];
-  int32_t layers, kv_heads, head_dim, rank;
+  int32_t layers, kv_heads, head_dim, columns;
 };
-static_assert(sizeof(ProjectionHeader) == 88);
-constexpr char kMagic[9] = "SLUPROJ1";
+static_assert(sizeof(MatricesHeader) == 88);
+
+struct MatricesKind {
+  const char* key;      // of the profile's JSON
+  const char* magic;    // the file begins with it
+  const char* columns;  // the JSON's name for the number of columns
+};
+constexpr MatricesKind kProjection = {"projection", "SLUPROJ1", "rank"};
+constexpr MatricesKind kHash = {"hash", "SLUHASH1", "bits"};
 
 absl::Status WriteFile(const std::string& path, absl::Span<const std::string> pieces) {
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
@@ -50,14 +58,15 @@ absl::Span<const uint8_t> Bytes(const std::vector<float>& values) {
   return {reinterpret_cast<const uint8_t*>(values.data()), values.size() * sizeof(float)};
 }
 
-ProjectionHeader HeaderOf(const PolicyProfile& profile) {
-  ProjectionHeader header{};
-  std::memcpy(header.magic, kMagic, sizeof(header.magic));
+MatricesHeader HeaderOf(const MatricesKind& kind, const PolicyProfile& profile,
+                        const PolicyProfile::Matrices& matrices) {
+  MatricesHeader header{};
+  std::memcpy(header.magic, kind.magic, sizeof(header.magic));
   std::memcpy(header.model_fingerprint, profile.model_fingerprint.data(), kFingerprintDigits);
-  header.layers = profile.projection_layers;
-  header.kv_heads = profile.kv_heads;
-  header.head_dim = profile.head_dim;
-  header.rank = profile.rank;
+  header.layers = matrices.layers;
+  header.kv_heads = matrices.kv_heads;
+  header.head_dim = matrices.head_dim;
+  header.columns = matrices.columns;
   return header;
 }
 
@@ -100,53 +109,73 @@ absl::Status ParseLayers(const ConfigReader& reader, const std::string& path,
 }
 
 // `bytes` is the payload's size, as the profile's JSON gives it.
-absl::Status ReadProjection(const std::string& path, int64_t bytes, int64_t crc,
-                            PolicyProfile* profile) {
+absl::Status ReadMatrices(const MatricesKind& kind, const std::string& path, int64_t bytes,
+                          int64_t crc, const PolicyProfile& profile,
+                          PolicyProfile::Matrices* matrices) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file) {
     return absl::NotFoundError(absl::StrCat(path, ": ", std::strerror(errno),
                                             ": keep it beside the profile that it was made with"));
   }
-  const int64_t want = static_cast<int64_t>(sizeof(ProjectionHeader)) + bytes;
+  const int64_t want = static_cast<int64_t>(sizeof(MatricesHeader)) + bytes;
   if (const int64_t found = file.tellg(); found != want) {
     return absl::InvalidArgumentError(absl::StrCat(path, ": expected ", want, " bytes, found ",
                                                    found, ": copy it again, or profile again"));
   }
-  ProjectionHeader header{};
+  MatricesHeader header{};
   file.seekg(0);
   file.read(reinterpret_cast<char*>(&header), sizeof(header));
-  profile->projection.resize(static_cast<size_t>(bytes) / sizeof(float));
-  file.read(reinterpret_cast<char*>(profile->projection.data()), bytes);
+  matrices->values.resize(static_cast<size_t>(bytes) / sizeof(float));
+  file.read(reinterpret_cast<char*>(matrices->values.data()), bytes);
   if (!file) return absl::DataLossError(absl::StrCat(path, ": could not be read"));
-  const ProjectionHeader expected = HeaderOf(*profile);
-  const bool finite = std::all_of(profile->projection.begin(), profile->projection.end(),
+  const MatricesHeader expected = HeaderOf(kind, profile, *matrices);
+  const bool finite = std::all_of(matrices->values.begin(), matrices->values.end(),
                                   [](float v) { return std::isfinite(v); });
   if (std::memcmp(&header, &expected, sizeof(header)) != 0 || !finite ||
-      Crc32c(Bytes(profile->projection)) != crc) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path,
-                     ": not the projection that was written with the profile beside it: "
-                     "copy both again, or profile again"));
+      Crc32c(Bytes(matrices->values)) != crc) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": not the ", kind.key,
+                                                   " that was written with the profile beside it: "
+                                                   "copy both again, or profile again"));
   }
   return absl::OkStatus();
 }
 
-absl::Status ParseProjection(const ConfigReader& reader, const std::string& path,
-                             PolicyProfile* profile) {
-  if (!reader.Has("projection")) return absl::OkStatus();
-  SLUICE_ASSIGN_OR_RETURN(const ConfigReader of, reader.Object("projection"));
+absl::Status ParseMatrices(const MatricesKind& kind, const ConfigReader& reader,
+                           const std::string& path, int64_t most_columns,
+                           const PolicyProfile& profile, PolicyProfile::Matrices* matrices) {
+  if (!reader.Has(kind.key)) return absl::OkStatus();
+  SLUICE_ASSIGN_OR_RETURN(const ConfigReader of, reader.Object(kind.key));
   SLUICE_ASSIGN_OR_RETURN(const int64_t layers, of.Int("layers", 1, kMaxLayers));
   SLUICE_ASSIGN_OR_RETURN(const int64_t kv_heads, of.Int("kv_heads", 1, 4096));
   SLUICE_ASSIGN_OR_RETURN(const int64_t head_dim, of.Int("head_dim", 1, 4096));
-  SLUICE_ASSIGN_OR_RETURN(const int64_t rank, of.Int("rank", 1, head_dim));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t columns,
+                          of.Int(kind.columns, 1, most_columns > 0 ? most_columns : head_dim));
   SLUICE_ASSIGN_OR_RETURN(const int64_t crc, of.Int("crc32c", 0, UINT32_MAX));
-  profile->projection_layers = static_cast<int32_t>(layers);
-  profile->kv_heads = static_cast<int32_t>(kv_heads);
-  profile->head_dim = static_cast<int32_t>(head_dim);
-  profile->rank = static_cast<int32_t>(rank);
+  matrices->layers = static_cast<int32_t>(layers);
+  matrices->kv_heads = static_cast<int32_t>(kv_heads);
+  matrices->head_dim = static_cast<int32_t>(head_dim);
+  matrices->columns = static_cast<int32_t>(columns);
   // At most 2^48 elements: no product overflows.
-  return ReadProjection(ProjectionPath(path), layers * kv_heads * head_dim * rank * 4, crc,
-                        profile);
+  return ReadMatrices(kind, absl::StrCat(path, ".", kind.key),
+                      layers * kv_heads * head_dim * columns * 4, crc, profile, matrices);
+}
+
+absl::Status WriteMatrices(const MatricesKind& kind, const std::string& path,
+                           const PolicyProfile& profile, const PolicyProfile::Matrices& matrices,
+                           json* root) {
+  if (matrices.columns == 0) return absl::OkStatus();
+  const MatricesHeader header = HeaderOf(kind, profile, matrices);
+  const absl::Span<const uint8_t> payload = Bytes(matrices.values);
+  SLUICE_CHECK(static_cast<int64_t>(matrices.values.size()) ==
+               int64_t{header.layers} * header.kv_heads * header.head_dim * header.columns);
+  (*root)[kind.key] = {{"layers", header.layers},
+                       {"kv_heads", header.kv_heads},
+                       {"head_dim", header.head_dim},
+                       {kind.columns, header.columns},
+                       {"crc32c", Crc32c(payload)}};
+  return WriteFile(absl::StrCat(path, ".", kind.key),
+                   {std::string(reinterpret_cast<const char*>(&header), sizeof(header)),
+                    std::string(reinterpret_cast<const char*>(payload.data()), payload.size())});
 }
 
 absl::Status ParseThresholds(const ConfigReader& reader, PolicyProfile* profile) {
@@ -244,6 +273,7 @@ absl::Status ApplySimilarities(const PolicyProfile::Similarities& profile,
 }  // namespace
 
 std::string ProjectionPath(const std::string& path) { return path + ".projection"; }
+std::string HashPath(const std::string& path) { return path + ".hash"; }
 
 absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string& path) {
   SLUICE_CHECK(profile.model_fingerprint.size() == kFingerprintDigits);
@@ -274,21 +304,8 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
                    {"similarities", profile.clo.similarities}};
   }
   WriteMissProfile(profile.misses, &root);
-  if (profile.rank > 0) {
-    const ProjectionHeader header = HeaderOf(profile);
-    const absl::Span<const uint8_t> payload = Bytes(profile.projection);
-    SLUICE_CHECK(static_cast<int64_t>(profile.projection.size()) ==
-                 int64_t{header.layers} * header.kv_heads * header.head_dim * header.rank);
-    root["projection"] = {{"layers", header.layers},
-                          {"kv_heads", header.kv_heads},
-                          {"head_dim", header.head_dim},
-                          {"rank", header.rank},
-                          {"crc32c", Crc32c(payload)}};
-    SLUICE_RETURN_IF_ERROR(
-        WriteFile(ProjectionPath(path),
-                  {std::string(reinterpret_cast<const char*>(&header), sizeof(header)),
-                   std::string(reinterpret_cast<const char*>(payload.data()), payload.size())}));
-  }
+  SLUICE_RETURN_IF_ERROR(WriteMatrices(kProjection, path, profile, profile.projection, &root));
+  SLUICE_RETURN_IF_ERROR(WriteMatrices(kHash, path, profile, profile.hash, &root));
   return WriteFile(path, {root.dump(2), "\n"});
 }
 
@@ -312,7 +329,10 @@ absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path) {
     return reader.Wrong("model_fingerprint", absl::StrCat(kFingerprintDigits, " digits"));
   }
   SLUICE_RETURN_IF_ERROR(ParseLayers(reader, path, &profile));
-  SLUICE_RETURN_IF_ERROR(ParseProjection(reader, path, &profile));
+  SLUICE_RETURN_IF_ERROR(
+      ParseMatrices(kProjection, reader, path, /*most_columns=*/0, profile, &profile.projection));
+  SLUICE_RETURN_IF_ERROR(
+      ParseMatrices(kHash, reader, path, kernels::kMaxHashBits, profile, &profile.hash));
   SLUICE_RETURN_IF_ERROR(ParseThresholds(reader, &profile));
   SLUICE_RETURN_IF_ERROR(ParseMargins(reader, &profile));
   SLUICE_RETURN_IF_ERROR(ParseSimilarities(reader, &profile));
@@ -351,16 +371,22 @@ absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string&
       options->scout.intervals.push_back(interval);
     }
   }
-  if (profile.rank > 0) {
-    const int64_t head_dim = kv.part_bytes[0] / SizeOf(kv.element_type);
-    if (profile.projection_layers != layout.layers || profile.kv_heads != kv.heads ||
-        profile.head_dim != head_dim) {
-      return DoesNotFit(absl::StrCat("its projection is for ", profile.projection_layers,
-                                     " layers of ", profile.kv_heads, " KV heads of ",
-                                     profile.head_dim, ", the model has ", layout.layers, " of ",
-                                     kv.heads, " of ", head_dim));
-    }
-    options->recall.projection = profile.projection;
+  const auto fits = [&](const PolicyProfile::Matrices& of) {
+    return of.columns == 0 || (of.layers == layout.layers && of.kv_heads == kv.heads &&
+                               of.head_dim == kv.part_bytes[0] / SizeOf(kv.element_type));
+  };
+  for (const auto& [name, of] : {std::pair{"projection is", &profile.projection},
+                                 std::pair{"hash matrices are", &profile.hash}}) {
+    if (fits(*of)) continue;
+    return DoesNotFit(absl::StrCat("its ", name, " for ", of->layers, " layers of ", of->kv_heads,
+                                   " KV heads of ", of->head_dim, ", the model has ", layout.layers,
+                                   " of ", kv.heads, " of ",
+                                   kv.part_bytes[0] / SizeOf(kv.element_type)));
+  }
+  if (profile.projection.columns > 0) options->recall.projection = profile.projection.values;
+  if (profile.hash.columns > 0) {
+    options->clo.hash = profile.hash.values;
+    options->clo.hash_bits = profile.hash.columns;
   }
   const PolicyProfile::Margins& margins = profile.margins;
   if (!margins.by_layer.empty()) {

@@ -1,8 +1,8 @@
 // A policy profile: what sluice-profile measured of a model and its traffic, as a file that a
 // server reads (--policy-profile). It holds recall intervals for policy `scout`, thresholds for
-// `hgca`, gates and similarities of heads for `clo`, misses and stage times for `ess`, and margins
-// and the projection for `recall`; the projection lies in a binary file of its own beside the JSON.
-// Any thread.
+// `hgca`, gates and similarities of heads and hash matrices for `clo`, misses and stage times for
+// `ess`, and margins and the projection for `recall`. Matrices lie in binary files of their own
+// beside the JSON. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -31,9 +31,13 @@ struct PolicyProfile {
   };
   std::vector<Layer> layers;
 
-  // [layers][kv_heads][head_dim][rank]; rank is 0 if there is no projection.
-  int32_t projection_layers = 0, kv_heads = 0, head_dim = 0, rank = 0;
-  std::vector<float> projection;
+  // A matrix for each layer and KV head. There is none if `columns` is 0.
+  struct Matrices {
+    int32_t layers = 0, kv_heads = 0, head_dim = 0, columns = 0;
+    std::vector<float> values;  // [layers][kv_heads][head_dim][columns]
+  };
+  Matrices projection;  // of recall
+  Matrices hash;        // of clo; a column for each bit
 
   // The betas with which what hgca selects holds a share of the attention outside its window.
   struct Thresholds {
@@ -60,10 +64,12 @@ struct PolicyProfile {
   MissProfile misses;  // may be empty
 };
 
-// Returns the name of the file that a profile's projection is in: `path`.projection.
+// Return the names of the files that a profile's projection and hash matrices are in:
+// `path`.projection and `path`.hash.
 std::string ProjectionPath(const std::string& path);
+std::string HashPath(const std::string& path);
 
-// Writes `path`, and ProjectionPath(path) where there is a projection. INVALID_ARGUMENT: the files
+// Writes `path`, and the files of the matrices that there are. INVALID_ARGUMENT: the files
 // cannot be written.
 absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string& path);
 

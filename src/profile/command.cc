@@ -46,7 +46,9 @@ constexpr char kAbout[] =
     "\n"
     "Heads, for policy clo, with --clo: how much of its attention each head pays to tokens that\n"
     "are neither first nor new, and how similar its queries in neighbouring steps are. From these\n"
-    "follow the thresholds of heads, and which of them lie wholly in HBM.\n"
+    "follow the thresholds of heads, and which of them lie wholly in HBM. With --hash the hash\n"
+    "matrices by which clo selects are trained, too; they are written as FILE.hash: keep the two\n"
+    "together. Take several prompts of a thousand tokens or more, which are like those served.\n"
     "\n"
     "Misses, for --policy ess, of a model with latent caches and an indexer: for each of\n"
     "--contexts, --ratios and --batches, sequences decode together through the real engine.\n"
@@ -87,7 +89,8 @@ struct Options : KvProfileOptions {
 absl::Status Write(const PolicyProfile& profile, const std::string& path) {
   SLUICE_RETURN_IF_ERROR(WritePolicyProfile(profile, path));
   std::printf("\nwritten: %s\n", path.c_str());
-  if (profile.rank > 0) std::printf("written: %s\n", ProjectionPath(path).c_str());
+  if (profile.projection.columns > 0) std::printf("written: %s\n", ProjectionPath(path).c_str());
+  if (profile.hash.columns > 0) std::printf("written: %s\n", HashPath(path).c_str());
   return absl::OkStatus();
 }
 
@@ -134,11 +137,12 @@ absl::Status Profile(const Options& o) {
         absl::StrCat(config->architecture,
                      " has latent caches and no indexer: no policy takes a profile of it"));
   }
-  if (o.skew || o.margins || o.betas || o.clo || o.no_intervals) {
+  if (o.skew || o.margins || o.betas || o.clo || o.hash || o.no_intervals) {
     return absl::InvalidArgumentError(absl::StrCat(o.skew      ? "--skew"
                                                    : o.margins ? "--margins"
                                                    : o.betas   ? "--betas"
                                                    : o.clo     ? "--clo"
+                                                   : o.hash    ? "--hash"
                                                                : "--no-intervals",
                                                    " is for models with keys and values of "
                                                    "heads, and ",
@@ -186,6 +190,9 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Number("hgca-share", "share of the attention outside that window that is to be selected", 0,
                1, &o.hgca_share);
   flags.Switch("clo", "measure the heads for policy clo", &o.clo);
+  flags.Switch("hash", "train hash matrices for policy clo", &o.hash);
+  flags.Integer("hash-tokens", "tokens that hash matrices are trained by, spread over the prompts",
+                128, 1 << 20, &o.hash_tokens);
   flags.Switch("skew", "make a projection for policy recall", &o.skew);
   flags.Switch("margins", "measure margins for policy recall", &o.margins);
   flags.Number("recall-share", "share of a row's attention that is to be selected with --margins",
@@ -231,9 +238,10 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   }
   if (o.model.empty()) return Fail("--model is missing (see --help)", 2);
   if (o.out.empty()) return Fail("--out is missing: name the file to write (see --help)", 2);
-  if (o.no_intervals && !o.skew && !o.margins && !o.betas && !o.clo) {
+  if (o.no_intervals && !o.skew && !o.margins && !o.betas && !o.clo && !o.hash) {
     return Fail(
-        "--no-intervals leaves nothing to measure: add --skew, --margins, --betas or --clo (see "
+        "--no-intervals leaves nothing to measure: add --skew, --margins, --betas, --clo or --hash "
+        "(see "
         "--help)",
         2);
   }

@@ -19,6 +19,7 @@
 #include "src/model/model_config.h"
 #include "src/profile/beta_run.h"
 #include "src/profile/clo_run.h"
+#include "src/profile/hash_training.h"
 #include "src/profile/intervals.h"
 #include "src/profile/margin_run.h"
 #include "src/profile/progress.h"
@@ -53,6 +54,7 @@ class Profiler {
     if (options_.margins) SLUICE_RETURN_IF_ERROR(MeasureMarginsOfLayers());
     if (options_.betas) SLUICE_RETURN_IF_ERROR(MeasureThresholds());
     if (options_.clo) SLUICE_RETURN_IF_ERROR(MeasureSimilarities());
+    if (options_.hash) SLUICE_RETURN_IF_ERROR(TrainHashMatrices());
     return std::move(profile_);
   }
 
@@ -194,21 +196,21 @@ class Profiler {
           captured, CaptureQueries(&device_->device(), model_.get(), prompts_, options_.skew_tokens,
                                    [&](int64_t done, int64_t all) { bar.Show(done, all); }));
     }
-    SLUICE_ASSIGN_OR_RETURN(profile_.rank,
+    SLUICE_ASSIGN_OR_RETURN(profile_.projection.columns,
                             ProjectionRank(captured.layers, captured.kv_heads, captured.head_dim,
                                            /*elements=*/0, options_.rank));
-    profile_.projection_layers = static_cast<int32_t>(captured.layers);
-    profile_.kv_heads = static_cast<int32_t>(captured.kv_heads);
-    profile_.head_dim = static_cast<int32_t>(captured.head_dim);
+    profile_.projection.layers = static_cast<int32_t>(captured.layers);
+    profile_.projection.kv_heads = static_cast<int32_t>(captured.kv_heads);
+    profile_.projection.head_dim = static_cast<int32_t>(captured.head_dim);
     SkewResult skew;
     {
       Progress bar("singular values");
-      skew = MakeSkew(captured, profile_.rank, threads_,
+      skew = MakeSkew(captured, profile_.projection.columns, threads_,
                       [&](int64_t done, int64_t all) { bar.Show(done, all); });
     }
-    profile_.projection = std::move(skew.projection);
+    profile_.projection.values = std::move(skew.projection);
     std::printf("\nrank correlation of partial scores (%d of %d columns) with whole ones\n\n",
-                profile_.rank, profile_.head_dim);
+                profile_.projection.columns, profile_.projection.head_dim);
     std::printf("%5s %10s %10s\n", "layer", "plain", "skewed");
     SkewQuality mean;
     for (size_t layer = 0; layer < skew.layers.size(); ++layer) {
@@ -221,15 +223,48 @@ class Profiler {
     return absl::OkStatus();
   }
 
+  absl::Status TrainHashMatrices() {
+    CapturedQueries captured;
+    {
+      Progress bar("queries under full attention");
+      SLUICE_ASSIGN_OR_RETURN(
+          captured, CaptureQueries(&device_->device(), model_.get(), prompts_, options_.hash_tokens,
+                                   [&](int64_t done, int64_t all) { bar.Show(done, all); }));
+    }
+    HashTrainingOptions training;
+    training.seed = static_cast<uint64_t>(options_.seed);
+    TrainedHashes trained;
+    {
+      Progress bar("hash matrices");
+      trained = TrainHashes(captured, training, threads_,
+                            [&](int64_t done, int64_t all) { bar.Show(done, all); });
+    }
+    profile_.hash = {static_cast<int32_t>(captured.layers), static_cast<int32_t>(captured.kv_heads),
+                     static_cast<int32_t>(captured.head_dim), static_cast<int32_t>(training.bits),
+                     std::move(trained.hash)};
+    std::printf("\nshare of the best tenth's attention that the tenth by hash codes holds\n\n");
+    std::printf("%5s %10s %10s\n", "layer", "random", "trained");
+    HashQuality mean;
+    for (size_t layer = 0; layer < trained.layers.size(); ++layer) {
+      const HashQuality& of = trained.layers[layer];
+      std::printf("%5zu %10.3f %10.3f\n", layer, of.random, of.trained);
+      mean.random += of.random / static_cast<double>(trained.layers.size());
+      mean.trained += of.trained / static_cast<double>(trained.layers.size());
+    }
+    std::printf("%5s %10.3f %10.3f\n", "mean", mean.random, mean.trained);
+    return absl::OkStatus();
+  }
+
   absl::Status MeasureMarginsOfLayers() {
     const CacheLayout& layout = model_->cache_layout();
     MarginRunOptions run;
     run.ring_tokens = options_.block_tokens;
     run.share = options_.recall_share;
-    run.projection = profile_.projection;
+    run.projection = profile_.projection.values;
     SLUICE_ASSIGN_OR_RETURN(
-        run.rank, ProjectionRank(layout.layers, layout.kinds[0].heads, model_->config().head_dim,
-                                 static_cast<int64_t>(profile_.projection.size()), options_.rank));
+        run.rank,
+        ProjectionRank(layout.layers, layout.kinds[0].heads, model_->config().head_dim,
+                       static_cast<int64_t>(profile_.projection.values.size()), options_.rank));
     std::vector<FoundMargin> found;
     {
       Progress bar("attention by partial scores");

@@ -1,5 +1,6 @@
 // The profile of a model with keys and values of heads: recall intervals for policy scout, a
-// projection and margins for recall, thresholds for hgca, gates and similarities of heads for clo.
+// projection and margins for recall, thresholds for hgca, gates, similarities and
+// hash matrices of heads for clo.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +31,8 @@ struct KvProfileOptions {
   bool margins = false;
   double recall_share = 0.99;
   bool clo = false;
+  bool hash = false;
+  int64_t hash_tokens = 2048;
   bool betas = false;
   int64_t hgca_window = 512;
   double hgca_share = 0.99;

@@ -25,12 +25,13 @@ PolicyProfile Profile() {
   profile.budget_tokens = 256;
   profile.share_limit = 0.12;
   profile.layers = {{0, {}}, {7, {0.04, 0.1, 0.13}}, {1, {0.3}}};
-  profile.projection_layers = kLayers;
-  profile.kv_heads = kKvHeads;
-  profile.head_dim = kHeadDim;
-  profile.rank = kRank;
+  profile.projection = {kLayers, kKvHeads, kHeadDim, kRank, {}};
   for (int i = 0; i < kLayers * kKvHeads * kHeadDim * kRank; ++i) {
-    profile.projection.push_back(0.1f * static_cast<float>(i % 77) - 3);
+    profile.projection.values.push_back(0.1f * static_cast<float>(i % 77) - 3);
+  }
+  profile.hash = {kLayers, kKvHeads, kHeadDim, 64, {}};
+  for (int i = 0; i < kLayers * kKvHeads * kHeadDim * 64; ++i) {
+    profile.hash.values.push_back(0.01f * static_cast<float>(i % 91) - 0.4f);
   }
   profile.hgca = {512, 0.99, kKvHeads, {0.5f, 0, 1, 2, 0.125f, 3}};
   profile.margins = {kRank, 0.99, {8, 0.0625f, 12.5f}};
@@ -123,8 +124,10 @@ TEST_CASE("a profile is read as it was written") {
     CHECK(read->layers[i].interval == written.layers[i].interval);
     CHECK(read->layers[i].shares == written.layers[i].shares);
   }
-  CHECK(read->rank == kRank);
-  CHECK(read->projection == written.projection);
+  CHECK(read->projection.columns == kRank);
+  CHECK(read->projection.values == written.projection.values);
+  CHECK(read->hash.columns == 64);
+  CHECK(read->hash.values == written.hash.values);
   CHECK(read->hgca.window_tokens == 512);
   CHECK(read->hgca.share == 0.99);
   CHECK(read->hgca.kv_heads == kKvHeads);
@@ -143,6 +146,8 @@ TEST_CASE("gates and similarities go to policy clo as thresholds and difficultie
   REQUIRE(model.Apply(Profile(), kFingerprint).ok());
   const PolicyOptions::Clo& clo = model.options.clo;
   CHECK(clo.importance == Profile().clo.gates);
+  CHECK(clo.hash == Profile().hash.values);
+  CHECK(clo.hash_bits == 64);
   // A KV head has the largest gate of its query heads.
   REQUIRE(clo.thresholds.size() == 6);
   const float gates[] = {1, 1, 0, 1, 1, 0.125f};
@@ -192,8 +197,7 @@ TEST_CASE("margins go to policy recall, and fit its projection and its reduction
   refused(Profile(), mean, "score_reduction max");
   // Without a projection of the profile there are plain columns, half of head_dim.
   profile = Profile();
-  profile.rank = 0;
-  profile.projection.clear();
+  profile.projection = {};
   refused(profile, Model(), "this node has 8");
   profile.margins.rank = 8;
   Model plain;
@@ -227,14 +231,14 @@ TEST_CASE("thresholds go to policy hgca, except where it is exact, and fit the m
 TEST_CASE("a profile may have intervals alone, or a projection alone") {
   const fixtures::TempDir dir;
   PolicyProfile intervals = Profile();
-  intervals.rank = 0;
-  intervals.projection.clear();
+  intervals.projection = {};
+  intervals.hash = {};
   REQUIRE(WritePolicyProfile(intervals, dir.File("i.json")).ok());
   CHECK_FALSE(std::filesystem::exists(ProjectionPath(dir.File("i.json"))));
   const auto no_projection = ReadPolicyProfile(dir.File("i.json"));
   REQUIRE(no_projection.ok());
   CHECK(no_projection->layers.size() == kLayers);
-  CHECK(no_projection->projection.empty());
+  CHECK(no_projection->projection.values.empty());
 
   PolicyProfile projection = Profile();
   projection.layers.clear();
@@ -242,7 +246,7 @@ TEST_CASE("a profile may have intervals alone, or a projection alone") {
   const auto no_intervals = ReadPolicyProfile(dir.File("p.json"));
   REQUIRE(no_intervals.ok());
   CHECK(no_intervals->layers.empty());
-  CHECK(no_intervals->projection == projection.projection);
+  CHECK(no_intervals->projection.values == projection.projection.values);
 
   Model model;
   model.options.scout.intervals = {9, 9, 9};
@@ -250,7 +254,7 @@ TEST_CASE("a profile may have intervals alone, or a projection alone") {
   CHECK(model.options.scout.intervals == std::vector<int32_t>{9, 9, 9});
   REQUIRE(model.Apply(*no_projection, kFingerprint).ok());
   CHECK(model.options.scout.intervals == std::vector<int32_t>{0, 7, 1});
-  CHECK(model.options.recall.projection == projection.projection);
+  CHECK(model.options.recall.projection == projection.projection.values);
 }
 
 TEST_CASE("what is no profile is refused by file and key") {
@@ -299,9 +303,19 @@ TEST_CASE("a projection that is not the profile's is refused") {
   CheckSays(Changed([](json& j) { j["projection"]["layers"] = 4096; }), "bytes, found");
   const fixtures::TempDir dir;
   PolicyProfile broken = Profile();
-  broken.projection[3] = std::numeric_limits<float>::quiet_NaN();
+  broken.projection.values[3] = std::numeric_limits<float>::quiet_NaN();
   REQUIRE(WritePolicyProfile(broken, dir.File("p.json")).ok());
   CheckSays(ReadPolicyProfile(dir.File("p.json")).status(), "not the projection");
+  // The files of hash matrices are checked in the same way.
+  broken = Profile();
+  broken.hash.values[5] = std::numeric_limits<float>::infinity();
+  REQUIRE(WritePolicyProfile(broken, dir.File("h.json")).ok());
+  CheckSays(ReadPolicyProfile(dir.File("h.json")).status(), "not the hash");
+  std::filesystem::copy_file(ProjectionPath(dir.File("p.json")), HashPath(dir.File("h.json")),
+                             std::filesystem::copy_options::overwrite_existing);
+  CheckSays(ReadPolicyProfile(dir.File("h.json")).status(), "h.json.hash: expected");
+  std::filesystem::remove(HashPath(dir.File("h.json")));
+  CHECK(absl::IsNotFound(ReadPolicyProfile(dir.File("h.json")).status()));
 }
 
 TEST_CASE("a profile that does not fit the node is refused, and says in what") {
@@ -329,7 +343,10 @@ TEST_CASE("a profile that does not fit the node is refused, and says in what") {
       "layer 0 was dense", [](PolicyProfile&, PolicyOptions& o) { o.dense_layers = 0; },
       kFingerprint);
   refused(
-      "3 layers of 2 KV heads of 8", [](PolicyProfile& p, PolicyOptions&) { p.head_dim = 8; },
+      "3 layers of 2 KV heads of 8",
+      [](PolicyProfile& p, PolicyOptions&) { p.projection.head_dim = 8; }, kFingerprint);
+  refused(
+      "hash matrices are for 4 layers", [](PolicyProfile& p, PolicyOptions&) { p.hash.layers = 4; },
       kFingerprint);
 }
 
