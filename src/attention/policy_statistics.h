@@ -23,6 +23,9 @@ struct PolicyStatistics {
     int64_t recalls = 0;   // decode rows with a recall
     int64_t lookups = 0;  // KV heads of decode rows that asked whether an earlier selection will do
     int64_t misses = 0;   // those for which it did not
+    // tokens x KV heads that heads selected whose whole cache lies in HBM; they are not in
+    // `selected`
+    int64_t resident_selected = 0;
     // bytes of K and V of decode rows over the link: recalled or fetched, and written through;
     // warm-up is not counted
     int64_t link_bytes = 0;
@@ -51,6 +54,7 @@ struct PolicyStatistics {
       out.layers[i].recalls -= before.layers[i].recalls;
       out.layers[i].lookups -= before.layers[i].lookups;
       out.layers[i].misses -= before.layers[i].misses;
+      out.layers[i].resident_selected -= before.layers[i].resident_selected;
       out.layers[i].link_bytes -= before.layers[i].link_bytes;
     }
     return out;

@@ -60,7 +60,8 @@ MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
     const PolicyStatistics::Layer& of =
         at < statistics.layers.size() ? statistics.layers[at] : none;
     const bool looks_up = of.lookups > 0;
-    if (of.steps == 0 || (of.selected == 0 && !looks_up)) {  // The layer is dense.
+    if (of.steps == 0 ||
+        (of.selected == 0 && of.resident_selected == 0 && !looks_up)) {  // The layer is dense.
       sum.hbm += tokens * own;
       continue;
     }
@@ -68,15 +69,18 @@ MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
     const double missing = static_cast<double>(of.missing) / rows * unit;
     const double recalled = static_cast<double>(of.recalled) / rows * unit;
     const double brought = workers ? recalled : std::max(recalled, missing);
+    sum.hbm += static_cast<double>(of.resident_selected) / rows * unit;
     const auto metadata = static_cast<double>(policy.MetadataBytes(static_cast<int64_t>(tokens)));
     if (looks_up) {
-      // A head attends to what it selected at its last miss, and only heads that miss read
-      // metadata.
+      // A head attends to what it selected at its last miss. Heads that miss read metadata, and
+      // those that have no lookups, because their whole cache lies in HBM.
       const double each = of.misses > 0
                               ? static_cast<double>(of.selected) / static_cast<double>(of.misses)
                               : std::min(static_cast<double>(policy.exact_tokens()), tokens);
       const double missed = static_cast<double>(of.misses) / static_cast<double>(of.lookups);
-      sum.hbm += kv.heads * each * unit + brought + missed * metadata;
+      const double offloaded = static_cast<double>(of.lookups) / rows;
+      const double select = 1 - offloaded / kv.heads * (1 - missed);
+      sum.hbm += offloaded * each * unit + brought + select * metadata;
     } else {
       sum.hbm += static_cast<double>(of.selected) / rows * unit - (workers ? missing : 0) +
                  brought + metadata;

@@ -55,7 +55,6 @@ RowMover::Options TokenFetch::MoverOptions() const {
 
 absl::Status TokenFetch::Allocate() {
   const int64_t rows = OffloadPolicy::MaxDecodeRows(options_), lists = rows * kv_heads_;
-  const int64_t layers = options_.hbm->layout().layers;
   const BufferAllocator lists_of_tokens(options_.device,
                                         absl::StrCat("lists of tokens of ", options_.name));
   const BufferAllocator results(options_.device, absl::StrCat("results of ", options_.name));
@@ -73,16 +72,12 @@ absl::Status TokenFetch::Allocate() {
     }
   }
   for (Buffer* counts :
-       {&chosen_[0].counts, &chosen_[0].moves, &chosen_[1].counts, &chosen_[1].moves, &due_}) {
+       {&chosen_[0].counts, &chosen_[0].moves, &chosen_[1].counts, &chosen_[1].moves}) {
     SLUICE_RETURN_IF_ERROR(lists_of_tokens.Words(MemoryKind::kDevice, lists, counts));
   }
   SLUICE_RETURN_IF_ERROR(
-      lists_of_tokens.Words(MemoryKind::kDevice, layers * options_.slots, &since_));
-  SLUICE_RETURN_IF_ERROR(
       results.Words(MemoryKind::kDevice, rows * options_.heads * head_dim_, &o_));
   SLUICE_RETURN_IF_ERROR(results.Words(MemoryKind::kDevice, rows * options_.heads, &lse_));
-  SLUICE_ASSIGN_OR_RETURN(counters_, SelectionCounters::Create(options_.device, options_.slots,
-                                                               options_.hbm->layout()));
   return absl::OkStatus();
 }
 
@@ -96,9 +91,14 @@ absl::Status TokenFetch::AllocateScored(Scored* scored) const {
   for (Buffer* units : {&scored->units, &scored->missing_units}) {
     SLUICE_RETURN_IF_ERROR(selected.Words(MemoryKind::kDevice, lists * most_selected_, units));
   }
-  for (Buffer* counts : {&scored->counts, &scored->missing_counts}) {
+  for (Buffer* counts : {&scored->counts, &scored->missing_counts, &scored->due}) {
     SLUICE_RETURN_IF_ERROR(selected.Words(MemoryKind::kDevice, lists, counts));
   }
+  const CacheLayout& layout = options_.hbm->layout();
+  SLUICE_RETURN_IF_ERROR(
+      selected.Words(MemoryKind::kDevice, int64_t{layout.layers} * options_.slots, &scored->since));
+  SLUICE_ASSIGN_OR_RETURN(scored->counters,
+                          SelectionCounters::Create(options_.device, options_.slots, layout));
   return absl::OkStatus();
 }
 
@@ -141,14 +141,25 @@ void TokenFetch::Bring(Stream& stream, Stream& fetches, int layer, const Queries
                 chosen.target_units.as<int32_t>(), chosen.moves.as<int32_t>(), predicted.rows});
 }
 
-void TokenFetch::Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent,
-                     bool alone) {
+void TokenFetch::Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent) {
   kernels::SplitParams list = SplitOf(layer, queries, add_);
   list.wanted = persistent;
   kernels_.Split(stream, list);
-  // A selection that cannot miss would only hide how often the others do, so it is not counted:
-  // these lists are empty.
-  if (alone) Count(stream, layer, queries, MissingOf(add_), MissingOf(add_));
+  Count(stream, layer, queries, add_);
+}
+
+PolicyStatistics TokenFetch::Statistics() const {
+  PolicyStatistics sums = bring_.counters->Sum();
+  if (add_.counters == nullptr) return sums;
+  const PolicyStatistics added = add_.counters->Sum();
+  for (size_t layer = 0; layer < sums.layers.size(); ++layer) {
+    PolicyStatistics::Layer& of = sums.layers[layer];
+    of.resident_selected = added.layers[layer].selected;
+    if (of.steps > 0) continue;  // Bring counted the steps
+    of.steps = added.layers[layer].steps;
+    of.link_bytes = added.layers[layer].link_bytes;
+  }
+  return sums;
 }
 
 void TokenFetch::Attend(Stream& stream, int layer, const Queries& queries, void* out,
@@ -180,28 +191,24 @@ kernels::SplitParams TokenFetch::SplitOf(int layer, const Queries& queries, cons
   return params;
 }
 
-kernels::RecallDueParams TokenFetch::Count(Stream& stream, int layer, const Queries& queries,
-                                           const kernels::UnitLists& selected,
-                                           const kernels::UnitLists& missing) {
-  kernels::RecallDueParams due{};
+void TokenFetch::Count(Stream& stream, int layer, const Queries& queries, const Scored& scored) {
+  kernels::RecallDueParams due{};  // always due
   due.slots = queries.slots;
-  due.selected = selected;
-  due.missing = missing;
-  due.since = since_.as<int32_t>() + int64_t{layer} * options_.slots;
-  due.counters = counters_->of(layer);
-  due.due = due_.as<int32_t>();
+  due.selected = SelectedOf(scored);
+  due.missing = MissingOf(scored);
+  due.since = scored.since.as<int32_t>() + int64_t{layer} * options_.slots;
+  due.counters = scored.counters->of(layer);
+  due.due = scored.due.as<int32_t>();
   due.rows = queries.rows;
   due.kv_heads = static_cast<int32_t>(kv_heads_);
   due.unit_tokens = kUnitTokens;
   due.budget_units = options_.budget_tokens;
   due.interval = 1;
   kernels_.RecallDue(stream, due);
-  return due;
 }
 
 void TokenFetch::GivePlaces(Stream& stream, int layer, const Queries& predicted) {
-  const kernels::RecallDueParams due =
-      Count(stream, layer, predicted, SelectedOf(bring_), MissingOf(bring_));
+  Count(stream, layer, predicted, bring_);
   kernels::RecallParams recall{};
   recall.residency = tier_->Residency(layer);
   recall.slots = predicted.slots;
@@ -213,7 +220,7 @@ void TokenFetch::GivePlaces(Stream& stream, int layer, const Queries& predicted)
   recall.source_units = chosen.source_units.as<int32_t>();
   recall.target_units = chosen.target_units.as<int32_t>();
   recall.move_counts = chosen.moves.as<int32_t>();
-  recall.counters = due.counters;
+  recall.counters = counters(layer);
   recall.rows = predicted.rows;
   recall.kv_heads = static_cast<int32_t>(kv_heads_);
   recall.unit_tokens = kUnitTokens;

@@ -42,7 +42,9 @@ class TokenFetch {
   kernels::TopKParams Selection(const Queries& queries, Use use = Use::kBring) const;
   // Returns the maximum number of tokens of a sequence that have a place in HBM, for each KV head.
   int32_t most_resident() const { return most_resident_; }
-  SelectionCounters& counters() const { return *counters_; }
+  PolicyStatistics Statistics() const;
+  // Returns the counters of a layer, for the operators of the policy.
+  kernels::SparseCounters* counters(int layer) const { return bring_.counters->of(layer); }
   // Returns the CPU workers of the mover; null: there are none.
   SlotWorkers* workers() const { return mover_->workers(); }
 
@@ -66,9 +68,8 @@ class TokenFetch {
   void Bring(Stream& stream, Stream& fetches, int layer, const Queries& predicted,
              const Rule& rule);
   // Takes the selection of Use::kAdd for the lists of persistent heads, [lists] not 0. It comes
-  // between the layer's Bring and Attend. A layer of persistent heads `alone` has no Bring.
-  void Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent,
-           bool alone);
+  // between the layer's Bring and Attend. A layer whose heads are all persistent has no Bring.
+  void Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent);
   // Attends to what Bring found. REQUIRES: the stream comes after `fetches`.
   void Attend(Stream& stream, int layer, const Queries& queries, void* out,
               kernels::DType out_type);
@@ -78,6 +79,8 @@ class TokenFetch {
     Buffer scores;         // float [lists][max_context]
     Buffer units, counts;  // int32 [lists][most_selected], [lists]: what was selected
     Buffer missing_units, missing_counts;
+    Buffer since, due;  // int32 [layers][slots], [rows], of RecallDue
+    std::unique_ptr<SelectionCounters> counters;
   };
   // The lists of a layer from Bring to Attend. The Bring of the next layer comes between the two.
   struct Chosen {
@@ -103,10 +106,8 @@ class TokenFetch {
   }
   // Returns a call that splits every list and changes no place.
   kernels::SplitParams SplitOf(int layer, const Queries& queries, const Scored& scored);
-  // Decides that places are due in this step, and counts the step and its lists.
-  kernels::RecallDueParams Count(Stream& stream, int layer, const Queries& queries,
-                                 const kernels::UnitLists& selected,
-                                 const kernels::UnitLists& missing);
+  // Counts the step and its lists.
+  void Count(Stream& stream, int layer, const Queries& queries, const Scored& scored);
   void GivePlaces(Stream& stream, int layer, const Queries& predicted);
 
   const PolicyOptions options_;
@@ -115,10 +116,8 @@ class TokenFetch {
   const int64_t kv_heads_, head_dim_;
   const int32_t most_selected_, most_resident_;
   Scored bring_, add_;
-  Buffer since_, due_;            // int32 [layers][slots], [rows]
   std::array<Chosen, 2> chosen_;  // by a layer's parity
   Buffer o_, lse_;                // float [rows][heads][head_dim], [rows][heads]
-  std::unique_ptr<SelectionCounters> counters_;
   std::unique_ptr<RowMover> mover_;
 };
 

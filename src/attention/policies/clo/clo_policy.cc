@@ -44,7 +44,7 @@ class CloPolicy : public OffloadPolicy {
   bool FollowsDrift() const override { return options().clo.drift; }
   int rehearsals() const override { return options().rehearsals; }
 
-  PolicyStatistics Statistics() const override { return fetch_->counters().Sum(); }
+  PolicyStatistics Statistics() const override { return fetch_->Statistics(); }
   int64_t MetadataBytes(int64_t tokens) const override {  // codes and lengths
     return tokens * hash_.kv_heads * (hash_.bits / 8 + SizeOf(kernels::DType::kBFloat16));
   }
@@ -76,7 +76,7 @@ class CloPolicy : public OffloadPolicy {
                     kernels::DType out_type) override {
     if (heads_[static_cast<size_t>(layer)] != Heads::kOffloaded) {
       Select(stream, layer, queries, TokenFetch::Use::kAdd, PersistentLists(layer));
-      fetch_->Add(stream, layer, queries, PersistentLists(layer), !LooksAhead(layer));
+      fetch_->Add(stream, layer, queries, PersistentLists(layer));
     }
     if (LooksAhead(layer)) stream.After(LayerBranch(stream, layer));
     fetch_->Attend(stream, layer, queries, out, out_type);
@@ -188,7 +188,7 @@ class CloPolicy : public OffloadPolicy {
                     int64_t{layer} * options().slots * predicted.heads * hash_.head_dim;
     params.labelled = labelled(layer);
     params.missed = tables_.missed.as<int32_t>();
-    params.counters = fetch_->counters().of(layer);
+    params.counters = fetch_->counters(layer);
     params.rows = predicted.rows;
     params.heads = predicted.heads;
     params.kv_heads = kv_heads();

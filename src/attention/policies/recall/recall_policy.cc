@@ -30,7 +30,7 @@ class RecallPolicy : public OffloadPolicy {
   bool FollowsDrift() const override { return options().recall.drift; }
   int rehearsals() const override { return options().rehearsals; }
 
-  PolicyStatistics Statistics() const override { return fetch_->counters().Sum(); }
+  PolicyStatistics Statistics() const override { return fetch_->Statistics(); }
   int64_t MetadataBytes(int64_t tokens) const override {  // partial keys
     return tokens * shape_.kv_heads * shape_.rank * SizeOf(kernels::DType::kBFloat16);
   }

@@ -258,6 +258,7 @@ PolicyStatistics::Layer SumsOf(const AttentionPolicy& policy) {
     sums.recalled += layer.recalled;
     sums.lookups += layer.lookups;
     sums.misses += layer.misses;
+    sums.resident_selected += layer.resident_selected;
     sums.link_bytes += layer.link_bytes;
   }
   return sums;
@@ -367,6 +368,8 @@ void TestPersistent(const PolicyRig::Shape& of) {
   const PolicyStatistics::Layer all = CheckAgainstNaive(shape, c);
   CHECK(all.lookups == 0);
   CHECK(all.recalled == 0);
+  CHECK(all.selected == 0);
+  CHECK(all.resident_selected > 0);
 }
 SLUICE_TEST_ON_CPU_AND_GPU(
     "a persistent head selects by its own queries in every step, and fetches nothing",
@@ -651,6 +654,18 @@ TEST_CASE("a step reads what its heads keep, and codes of the heads that miss al
   CHECK(gathered.hbm == bytes.hbm);
   CHECK(gathered.to_device == bytes.to_device);
   CHECK(gathered.to_host == bytes.to_host);
+  // One of the two heads is persistent, and selected 110 tokens in every step.
+  PolicyStatistics half = statistics;
+  for (PolicyStatistics::Layer& layer : half.layers) {
+    layer.lookups = 10;
+    layer.misses = 2;
+    layer.selected = 200;
+    layer.resident_selected = 1100;
+  }
+  CHECK(BytesOfStep(model, *policy, half, 2, 500).hbm ==
+        Approx(shared + 2 * shape.layers *
+                            (own + (100 + 110) * token + brought +
+                             0.6 * static_cast<double>(policy->MetadataBytes(500)))));
   // Where nothing missed, it is what has a place.
   for (PolicyStatistics::Layer& layer : statistics.layers) {
     layer.misses = layer.selected = layer.missing = layer.recalled = 0;
