@@ -14,11 +14,11 @@
 //   656 B, 32 x    64  256  605    128 x    64  256  605    blocks of 16 KiB
 //   to HBM        38.7 43.6 44.6          43.2 38.1 45.0    50.8
 //   to DRAM       44.1 46.2 46.8          36.7 45.1 44.9    50.8
-// A unit of two parts (K and V of a token: rows of 256 B, 8 KB apart) costs hardly more than one row
-// of 512 B, and rows of 256 B alone run at half of that rate (H200, 80 x 256: 43.4, 47.2, 24.2).
-// Another host with an H100 gave up to 5 % less in and 18 % less out for rows of 656 B. Beside a
-// kernel that reads HBM at 3.1 TB/s (32 x 605): 35.0 out, and that kernel keeps 89 % (8 blocks:
-// 23.2, 98 %).
+// A unit of two parts (K and V of a token: rows of 256 B, 8 KB apart) costs hardly more than one
+// row of 512 B, and rows of 256 B alone run at half of that rate (H200, 80 x
+// 256: 43.4, 47.2, 24.2). Another host with an H100 gave up to 5 % less in and 18 % less out for
+// rows of 656 B. Beside a kernel that reads HBM at 3.1 TB/s (32 x 605): 35.0 out, and that kernel
+// keeps 89 % (8 blocks: 23.2, 98 %).
 //
 // To HBM the cost is the multiprocessors that a transfer takes from a step. H200, 76 x 605, by 1,
 // 2, 3, 4 blocks (sluice-overlap-bench): with 4 loads a lane 12.4, 23.6, 34.7, 41-45 GB/s; with 8
