@@ -16,7 +16,9 @@
 //   to DRAM       44.1 46.2 46.8          36.7 45.1 44.9    50.8
 // A unit of two parts (K and V of a token: rows of 256 B, 8 KB apart) costs hardly more than one
 // row of 512 B, and rows of 256 B alone run at half of that rate (H200, 80 x
-// 256: 43.4, 47.2, 24.2). Another host with an H100 gave up to 5 % less in and 18 % less out for
+// 256: 43.4, 47.2, 24.2).
+//
+// Another host with an H100 gave up to 5 % less in and 18 % less out for
 // rows of 656 B. Beside a kernel that reads HBM at 3.1 TB/s (32 x 605): 35.0 out, and that kernel
 // keeps 89 % (8 blocks: 23.2, 98 %).
 //
