@@ -257,7 +257,7 @@ PARTS: dict[str, list[AnyRun]] = {
                                      "clo-fetch-all", "hata", "full"), 32768, most=6, batches=(6,), given_batches=True,
                        full_sequences=8, steps=16)],
     "clo128k": [HeadsRun("heads", 129024),
-                _clo("128k", ("full", "hata", "lru", "clo", "clo:persistent=0.25", "clo-fetch-all"), 129024, most=1,
+                _clo("128k", ("full", "hata", "clo", "clo:persistent=0.25", "clo-fetch-all"), 129024, most=1,
                      given_batches=True, full_sequences=1.5, steps=16)],
     **LATENT_PARTS,
 }
