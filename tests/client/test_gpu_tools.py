@@ -249,7 +249,7 @@ def test_each_part_names_a_model_and_policies_that_exist(part, tmp_path):
             words = policies.command(run.quickly() if quick else run, Place(ROOT), "cpu", quick, tmp_path, None)
             flags = dict(zip(words[2::1], words[3::1]))
             assert (Path(flags["--model"]) / "config.json").is_file()
-            if isinstance(run, (policies.IntervalRun, latent.ProfileRun)):
+            if isinstance(run, (policies.IntervalRun, policies.HeadsRun, latent.ProfileRun)):
                 continue
             assert flags["--policies"].split(",")[0]
             assert int(flags["--max-batch"]) >= max(map(int, flags["--batches"].split(",")))
@@ -268,6 +268,15 @@ def profile_and_run(part, quick, folder):
     assert of(takes, "--policy-profile") == of(measured, "--out")
     assert of(takes, "--model") == of(measured, "--model")
     return measured, takes
+
+
+@pytest.mark.parametrize("part", ["clo32k", "clo-forms", "clo128k"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_heads_are_measured_on_the_workload_of_the_run_that_takes_them(part, quick, tmp_path):
+    measured, takes = profile_and_run(part, quick, tmp_path)
+    for flag in ("--drift", "--turning-heads", "--turning"):
+        assert of(measured, flag) == of(takes, flag)
+    assert of(measured, "--drift-context") == of(takes, "--contexts")
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -2,13 +2,13 @@
 // * head_dim bytes a (token, KV head) with a bf16 cache, wherever each lies. Floor: those bytes
 // over the GPU's read rate.
 //
-// Two blocks of four warps, a cluster, compute one list. Each of the eight warps takes every
-// eighth slice of 16 tokens with an online softmax of its own, as in decode attention
-// (attention_decode.cuh, whose tiles these are), and streams them through a ring of its own in
-// shared memory. The warps meet once, at the list's end: both blocks read all eight results out
-// of each other's shared memory, add them in the order of the warps, and write half of the
-// elements each. So there is no scratch and no second kernel, and the arithmetic depends on
-// nothing but the list.
+// Two blocks of four warps, a cluster, compute one list (eight blocks where lists of single tokens
+// may be long). Each of the eight warps takes every eighth slice of 16 tokens with an online
+// softmax of its own, as in decode attention (attention_decode.cuh, whose tiles these are), and
+// streams them through a ring of its own in shared memory. The warps meet once, at the list's end:
+// both blocks read all eight results out of each other's shared memory, add them in the order of
+// the warps, and write half of the elements each. So there is no scratch and no second kernel, and
+// the arithmetic depends on nothing but the list.
 //
 // If units are whole slices, a slice is one tile of the copy engine. In other lists every token's
 // rows are copied by their own address, 16 bytes a lane.
@@ -31,9 +31,11 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-constexpr int kWarps = 4;   // warps of a block
-constexpr int kBlocks = 2;  // blocks of a cluster
-constexpr int kListWarps = kBlocks * kWarps;
+constexpr int kWarps = 4;  // warps of a block
+// Blocks of a cluster. Long lists of single tokens are few lists: wide clusters spread them over
+// more multiprocessors.
+constexpr int kNarrow = 2, kWide = 8;
+constexpr int64_t kLongTokens = 8192;  // capacity from which on a list is long
 constexpr int kBlocksPerSm = 2;
 constexpr int kMaxGroup = 16;
 
@@ -144,10 +146,10 @@ __device__ void CopyRows(const PagedCache& c, int row, uint32_t to, int lane) {
 
 // Adds the sums that the cluster's warps have handed over, and writes this block's share of the
 // result, four elements a thread.
-template <int dim>
+template <int dim, int blocks>
 __device__ void WriteList(const SparseAttentionParams& p, ListShared<dim>& shared, int group,
                           int64_t first_item, int block) {
-  constexpr int kStep = kBlocks * kWarps * 32;
+  constexpr int kListWarps = blocks * kWarps, kStep = kListWarps * 32;
   for (int i = block * kWarps * 32 + static_cast<int>(threadIdx.x); i < group * dim / 4;
        i += kStep) {
     const int head = i / (dim / 4), d = i % (dim / 4) * 4;
@@ -185,7 +187,7 @@ __device__ void WriteList(const SparseAttentionParams& p, ListShared<dim>& share
 }
 
 // If `whole`, a slice lies in one block and the copy engine brings it as tiles.
-template <int dim, int tiles, bool whole>
+template <int dim, int tiles, bool whole, int blocks>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     ListKernel(const __grid_constant__ SparseAttentionParams p,
                const __grid_constant__ CUtensorMap map, ListShape shape) {
@@ -194,10 +196,10 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int block = static_cast<int>(blockIdx.x) % kBlocks;
+  const int block = static_cast<int>(blockIdx.x) % blocks;
   const int heads = p.kv_head_end - p.kv_head_begin, group = p.heads / p.cache.kv_heads;
-  const int row = static_cast<int>(blockIdx.x) / kBlocks / heads;
-  const int kv_head = p.kv_head_begin + static_cast<int>(blockIdx.x) / kBlocks % heads;
+  const int row = static_cast<int>(blockIdx.x) / blocks / heads;
+  const int kv_head = p.kv_head_begin + static_cast<int>(blockIdx.x) / blocks % heads;
   const int64_t list = int64_t{row} * p.cache.kv_heads + kv_head;
   const uint32_t ring = SharedAddress(shared.ring[warp]);
   const uint32_t landed = SharedAddress(shared.landed[warp]);
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
   const int slot = p.slots[row], position = p.positions[row];
   const int listed = p.counts[list];
   const Addresses addresses(p, shape, list, slot, kv_head);
-  constexpr int kStep = kListWarps * kSliceTokens;
+  constexpr int kStep = blocks * kWarps * kSliceTokens;
   const int first = (block * kWarps + warp) * kSliceTokens;
   int v = first + lane % kSliceTokens;
   int place[kStages + 2], page[kStages + 1] = {};
@@ -292,14 +294,14 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
                        min(group - tile * kTileHeads, kTileHeads), lane);
   }
   SyncCluster();
-  WriteList<dim>(p, shared, group, int64_t{row} * p.heads + kv_head * group, block);
+  WriteList<dim, blocks>(p, shared, group, int64_t{row} * p.heads + kv_head * group, block);
   LeaveCluster();
-  AwaitCluster();  // the other block has read this one's memory
+  AwaitCluster();  // the other blocks have read this one's memory
 }
 
-template <int dim, int tiles, bool whole>
+template <int dim, int tiles, bool whole, int blocks>
 cudaError_t Launch(const SparseAttentionParams& p, cudaStream_t stream) {
-  constexpr auto kKernel = ListKernel<dim, tiles, whole>;
+  constexpr auto kKernel = ListKernel<dim, tiles, whole, blocks>;
   constexpr int kBytes = sizeof(ListShared<dim>);
   cudaError_t error =
       cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -317,17 +319,19 @@ cudaError_t Launch(const SparseAttentionParams& p, cudaStream_t stream) {
                            std::countr_zero(static_cast<uint32_t>(p.cache.block_tokens)),
                            static_cast<int32_t>(p.cache.page_bytes / (2 * dim))};
   const int lists = p.rows * (p.kv_head_end - p.kv_head_begin);
-  return LaunchClusters(kKernel, dim3(kBlocks * lists), dim3(32 * kWarps), dim3(kBlocks), kBytes,
+  return LaunchClusters(kKernel, dim3(blocks * lists), dim3(32 * kWarps), dim3(blocks), kBytes,
                         stream, p, map, shape);
 }
 
-template <bool whole>
+template <bool whole, int blocks>
 cudaError_t LaunchLists(const SparseAttentionParams& p, cudaStream_t stream) {
   const bool two_tiles = p.heads / p.cache.kv_heads > kTileHeads;
   if (p.cache.head_dim == 128) {
-    return two_tiles ? Launch<128, 2, whole>(p, stream) : Launch<128, 1, whole>(p, stream);
+    return two_tiles ? Launch<128, 2, whole, blocks>(p, stream)
+                     : Launch<128, 1, whole, blocks>(p, stream);
   }
-  return two_tiles ? Launch<64, 2, whole>(p, stream) : Launch<64, 1, whole>(p, stream);
+  return two_tiles ? Launch<64, 2, whole, blocks>(p, stream)
+                   : Launch<64, 1, whole, blocks>(p, stream);
 }
 
 bool IsValid(const SparseAttentionParams& p) {
@@ -355,8 +359,11 @@ cudaError_t LaunchSparseAttention(const SparseAttentionParams& p, cudaStream_t s
   if (!IsValid(p)) return cudaErrorInvalidValue;
   if (p.rows == 0 || p.kv_head_begin == p.kv_head_end) return cudaSuccess;
   if (!HasFastKernel(p)) return LaunchPlainSparseAttention(p, stream);
-  return p.unit_tokens % kSliceTokens == 0 ? LaunchLists<true>(p, stream)
-                                           : LaunchLists<false>(p, stream);
+  if (p.unit_tokens % kSliceTokens == 0) return LaunchLists<true, kNarrow>(p, stream);
+  // The lists' capacity decides, and not their lengths, so that a row's bits do not depend on its
+  // batch.
+  return int64_t{p.capacity} * p.unit_tokens > kLongTokens ? LaunchLists<false, kWide>(p, stream)
+                                                           : LaunchLists<false, kNarrow>(p, stream);
 }
 
 }  // namespace sluice::kernels::cuda
