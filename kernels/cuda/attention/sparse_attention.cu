@@ -19,7 +19,9 @@
 // us), 20 rows 75 % (48.3 us), one row 24 % (14.7 us); 10 rows x 512 tokens 54 % (12.0 us); 10
 // rows x 2,048 single tokens 61 % (33.5 us). 64 blocks, each alone on its SM, read 43 GB/s each
 // (4 rows x 16,384 tokens, 63 %). Why 10 rows take 1.5 times as long as 8 is not measured; 80
-// lists are more than the 66 pairs of SMs.
+// lists are more than the 66 pairs of SMs. With clusters of eight blocks a decode step with one row
+// of 129,024 tokens, of which each of 8 KV heads attends to 12,902 in 32 layers, took 8.3 ms
+// instead of 10.1 (policy hata, two H200).
 #include <bit>
 #include <limits>
 
