@@ -88,7 +88,7 @@ struct LabelLookupParams {
   const float* thresholds;   // [kv_heads]
   float* labels;             // [slots][heads][head_dim]
   int32_t* labelled;         // [slots][kv_heads] position of the label's row; -1: there is none
-  int32_t* missed;           // [lists] 1 or 0; 0 for padded rows and lists without a lookup
+  int32_t* missed;           // [lists] 1 or 0; 0 for padded rows
   SparseCounters* counters;  // [slots]; null: nothing is counted
   int32_t rows;
   int32_t heads;
@@ -97,8 +97,9 @@ struct LabelLookupParams {
   int32_t refresh_tokens;   // 0 with a divisor of 0: labels do not age
   int32_t refresh_divisor;  // 0: the age does not depend on the position
   SimilarityRule rule;
-  // [lists] 0: the list has no lookup, does not miss, and its label stays; null: every list has one
+  // [lists] 0: the list has no lookup, and its label stays; null: every list has one
   const int32_t* wanted = nullptr;
+  int32_t others = 0;  // 1 or 0: `missed` of lists that have no lookup
 };
 
 // Returns the age from which on a label is renewed; 0: never.

@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "kernels/bring_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
@@ -38,7 +39,7 @@ struct KernelTable {
   void (*silu_mul)(const SiluMulParams&, Worker);
   void (*sample)(const SampleParams&, Worker);
   void (*transfer)(const TransferParams&, Worker);
-  // Sparse attention (kernels/sparse_params.h, kernels/hash_params.h).
+  // Sparse attention (kernels/sparse_params.h, kernels/bring_params.h, kernels/hash_params.h).
   void (*digest)(const DigestParams&, Worker);
   void (*digest_scores)(const DigestScoresParams&, Worker);
   void (*refine_scores)(const RefineScoresParams&, Worker);
@@ -53,6 +54,7 @@ struct KernelTable {
   void (*split)(const SplitParams&, Worker);
   void (*recall_due)(const RecallDueParams&, Worker);
   void (*recall)(const RecallParams&, Worker);
+  void (*bring)(const BringParams&, Worker);
   void (*retain)(const RetainParams&, Worker);
   void (*write_through)(const WriteThroughParams&, Worker);
   void (*sparse_attention)(const SparseAttentionParams&, Worker);

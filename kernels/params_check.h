@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "kernels/bring_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
@@ -43,17 +44,18 @@ SLUICE_PLAIN_PARAMS(PartialScoresParams, 136);
 SLUICE_PLAIN_PARAMS(TopKParams, 128);
 SLUICE_PLAIN_PARAMS(ResidencyTable, 128);
 SLUICE_PLAIN_PARAMS(SplitParams, 256);
-SLUICE_PLAIN_PARAMS(SparseCounters, 56);
+SLUICE_PLAIN_PARAMS(SparseCounters, 64);
 SLUICE_PLAIN_PARAMS(RecallDueParams, 104);
 SLUICE_PLAIN_PARAMS(RecallParams, 352);
+SLUICE_PLAIN_PARAMS(BringParams, 464);
 SLUICE_PLAIN_PARAMS(RetainParams, 224);
 SLUICE_PLAIN_PARAMS(WriteThroughParams, 96);
-SLUICE_PLAIN_PARAMS(SparseAttentionParams, 168);
+SLUICE_PLAIN_PARAMS(SparseAttentionParams, 176);
 SLUICE_PLAIN_PARAMS(MovingAverageParams, 216);
 SLUICE_PLAIN_PARAMS(HashKeysParams, 216);
 SLUICE_PLAIN_PARAMS(HashQueriesParams, 64);
 SLUICE_PLAIN_PARAMS(HashScoresParams, 168);
-SLUICE_PLAIN_PARAMS(LabelLookupParams, 120);
+SLUICE_PLAIN_PARAMS(LabelLookupParams, 128);
 SLUICE_PLAIN_PARAMS(PagedLatents, 48);
 SLUICE_PLAIN_PARAMS(PagedIndexKeys, 40);
 SLUICE_PLAIN_PARAMS(LatentAppendParams, 176);

@@ -279,6 +279,7 @@ struct SparseCounters {
   int64_t recalls;   // steps in which a recall was due
   int64_t lookups;   // labels that were looked up (kernels/hash_params.h)
   int64_t misses;    // lookups that missed
+  int64_t held;      // tokens x KV heads that persistent heads selected
 };
 
 // Decides whether a row's missing units are recalled in this step. With interval > 0 they are
@@ -377,6 +378,8 @@ struct SparseAttentionParams {
   int32_t kv_head_begin;
   int32_t kv_head_end;
   float scale;
+  // [lists] 0: the list is not computed, and its results are left alone. Null: every list is.
+  const int32_t* wanted = nullptr;
 };
 
 // Updates HGCA's moving average of attention weights over the units that a row attends to on the

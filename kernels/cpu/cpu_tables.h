@@ -13,9 +13,12 @@ void Sample(const SampleParams& p, Worker worker);
 void Transfer(const TransferParams& p, Worker worker);
 void CopyRows(const CopyRowsParams& p, Worker worker);
 void TopK(const TopKParams& p, Worker worker);
+// Does TopK for one list.
+void TopKList(const TopKParams& p, int64_t list);
 void Split(const SplitParams& p, Worker worker);
 void RecallDue(const RecallDueParams& p, Worker worker);
 void Recall(const RecallParams& p, Worker worker);
+void Bring(const BringParams& p, Worker worker);
 void Retain(const RetainParams& p, Worker worker);
 void WriteThrough(const WriteThroughParams& p, Worker worker);
 void UpdateResidency(const UpdateResidencyParams& p, Worker worker);

@@ -2,59 +2,10 @@
 // and copies, for every path.
 #include <cstring>
 
-#include "kernels/cpu/cpu_tables.h"
-#include "kernels/cpu/place_heap.h"
-#include "kernels/scalar.h"
+#include "kernels/cpu/residency_tables.h"
 
 namespace sluice::kernels::cpu {
 namespace {
-
-// Returns row `row` of a table of int32.
-int32_t* TableRow(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
-  return reinterpret_cast<int32_t*>(static_cast<char*>(rows.base) +
-                                    RowOffset(rows, slot, row, head));
-}
-
-bool IsPersistent(const ResidencyTable& t, int64_t head) {
-  return t.persistent != nullptr && t.persistent[head] != 0;
-}
-
-// Returns the place of a unit, or -1, from the tables and the ring.
-int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int32_t newest, int32_t unit) {
-  if (newest - unit < t.ring) return unit % t.ring;
-  return IsPersistent(t, head) ? t.ring + unit : *TableRow(t.place_of, slot, unit, head);
-}
-
-// Adds to one list of `lists`.
-class ListWriter {
- public:
-  ListWriter(const UnitLists& lists, int64_t list)
-      : units_(lists.units + list * lists.capacity),
-        count_(lists.counts + list),
-        capacity_(lists.capacity) {
-    *count_ = 0;
-  }
-  // Returns the index of the new entry.
-  int32_t Add(int32_t unit) {
-    if (*count_ == capacity_) KernelCheckFailed("split: a list of units has no room");
-    units_[*count_] = unit;
-    return (*count_)++;
-  }
-
- private:
-  int32_t* units_;
-  int32_t* count_;
-  int32_t capacity_;
-};
-
-void ForgetPlaces(const ResidencyTable& t, int64_t slot, int64_t head) {
-  for (int32_t place = t.ring; place < t.count; ++place) {
-    int32_t& unit = *TableRow(t.places, slot, place, head);
-    if (unit < 0) continue;
-    *TableRow(t.place_of, slot, unit, head) = -1;
-    unit = -1;
-  }
-}
 
 void SplitList(const SplitParams& p, int64_t list) {
   const ResidencyTable& t = p.residency;
@@ -94,36 +45,6 @@ void SplitList(const SplitParams& p, int64_t list) {
   }
 }
 
-// Returns the index of a block, or of a token's K row, among the pieces of that size in `cache`;
-// `at` is the unit or place. See RecallParams.
-int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, int64_t tokens) {
-  const bool token = tokens == 1;
-  const int64_t block = token ? at / c.block_tokens : at;
-  const int64_t piece = HeadBlock(c, slot, block, head);
-  if (!token) return static_cast<int32_t>(piece);
-  return static_cast<int32_t>(piece * 2 * c.block_tokens + at % c.block_tokens);
-}
-
-// Writes that `unit` has the place now, and the unit before it, if there was one, has none.
-void Assign(const ResidencyTable& t, int64_t slot, int64_t head, int32_t place, int32_t unit,
-            int32_t position) {
-  int32_t* row = TableRow(t.places, slot, place, head);
-  if (row[0] >= 0) *TableRow(t.place_of, slot, row[0], head) = -1;
-  row[0] = unit;
-  row[1] = position;
-  *TableRow(t.place_of, slot, unit, head) = place;
-}
-
-// Offers the heap every place of the list that may be given.
-void OfferPlaces(const ResidencyTable& t, int64_t slot, int64_t head, int32_t position,
-                 PlaceHeap* heap, bool only_free = false) {
-  for (int32_t place = t.ring; place < t.count; ++place) {
-    const int32_t* row = TableRow(t.places, slot, place, head);
-    if (row[0] == kNoPlace || (row[0] >= 0 && (only_free || row[1] == position))) continue;
-    heap->Offer(row[0] < 0 ? PlaceHeap::kFree : row[1], place);
-  }
-}
-
 // Returns how many units of the list were given a place.
 int32_t RecallList(const RecallParams& p, int64_t list) {
   const ResidencyTable& t = p.residency;
@@ -148,12 +69,18 @@ int32_t RecallList(const RecallParams& p, int64_t list) {
 int32_t TakePlace(const ResidencyTable& t, int64_t slot, int64_t head, int32_t unit,
                   int32_t position, bool only_free) {
   if (*TableRow(t.place_of, slot, unit, head) >= 0) return -1;
-  int32_t stamp = 0, place = -1;
-  PlaceHeap heap(&stamp, &place, 1);
-  OfferPlaces(t, slot, head, position, &heap, only_free);
-  if (heap.count() == 0) return -1;
-  Assign(t, slot, head, place, unit, position);
-  return place;
+  int32_t best = -1, of_best = 0;  // the place, and its stamp
+  for (int32_t place = t.ring; place < t.count; ++place) {
+    if (!MayBeGiven(t, slot, head, place, position)) continue;
+    const int32_t stamp = StampOf(t, slot, head, place);
+    if (only_free && stamp != PlaceHeap::kFree) continue;
+    if (best >= 0 && stamp >= of_best) continue;
+    best = place;
+    of_best = stamp;
+  }
+  if (best < 0) return -1;
+  Assign(t, slot, head, best, unit, position);
+  return best;
 }
 
 }  // namespace

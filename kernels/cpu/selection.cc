@@ -108,6 +108,8 @@ void ListRunnersUp(const TopKParams& p, int64_t list, const Candidates& candidat
   p.runners_up.counts[list] = count;
 }
 
+}  // namespace
+
 void TopKList(const TopKParams& p, int64_t list) {
   int32_t& count = p.selected.counts[list];
   count = 0;
@@ -132,8 +134,6 @@ void TopKList(const TopKParams& p, int64_t list) {
   }
   for (int64_t u = end; u < units; ++u) selected[count++] = static_cast<int32_t>(u);
 }
-
-}  // namespace
 
 void TopK(const TopKParams& p, Worker worker) {
   if (p.first_units < 0 || p.last_units < 0 || p.k < p.first_units + p.last_units ||

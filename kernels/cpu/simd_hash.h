@@ -154,7 +154,7 @@ void LabelLookup(const LabelLookupParams& p, Worker worker) {
     const int64_t slot = p.slots[r];
     for (int64_t h = 0; h < p.kv_heads; ++h) {
       const int64_t list = r * p.kv_heads + h;
-      p.missed[list] = 0;
+      p.missed[list] = slot < 0 ? 0 : p.others;
       if (slot < 0 || (p.wanted != nullptr && p.wanted[list] == 0)) continue;
       const float* q = p.q + r * p.q_stride + h * group * dim;
       float* label = p.labels + (slot * p.kv_heads + h) * group * dim;
@@ -174,8 +174,8 @@ void LabelLookup(const LabelLookupParams& p, Worker worker) {
         }
         hit = similarity.IsAtLeast(p.thresholds[h], p.rule);
       }
+      p.missed[list] = hit ? 0 : 1;
       if (!hit) {
-        p.missed[list] = 1;
         labelled = p.positions[r];
         for (int64_t d = 0; d < group * dim; ++d) label[d] = q[d];
       }

@@ -53,9 +53,13 @@ void SparseAttention(const SparseAttentionParams& p, Worker worker) {
   const auto cost_of = [&](const UnitList& list) {
     return list.tokens * Core::CostPerToken(group.heads) + 1;
   };
+  const auto wanted = [&](int64_t row, int64_t head) {
+    return p.wanted == nullptr || p.wanted[row * c.kv_heads + head] != 0;
+  };
   int64_t total = 0;
   for (int64_t r = 0; r < p.rows; ++r) {
     for (int64_t h = p.kv_head_begin; h < p.kv_head_end; ++h) {
+      if (!wanted(r, h)) continue;
       total += cost_of(UnitListOf(p, r, h)) * group.parts;
     }
   }
@@ -64,6 +68,7 @@ void SparseAttention(const SparseAttentionParams& p, Worker worker) {
   int64_t cost = 0;
   for (int64_t r = 0; r < p.rows && cost < mine.end; ++r) {
     for (int64_t h = p.kv_head_begin; h < p.kv_head_end; ++h) {
+      if (!wanted(r, h)) continue;
       const UnitList list = UnitListOf(p, r, h);
       for (int64_t part = 0; part < group.parts; ++part) {
         const int64_t start = cost;

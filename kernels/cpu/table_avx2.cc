@@ -141,6 +141,7 @@ const KernelTable& Avx2Table() {
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
+      .bring = Bring,
       .retain = Retain,
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention<SimdAttention<Avx2>>,

@@ -55,6 +55,7 @@ const KernelTable& Avx512Bf16Table() {
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
+      .bring = Bring,
       .retain = Retain,
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention<SimdAttention<Avx512>>,

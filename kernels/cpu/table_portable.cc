@@ -104,6 +104,7 @@ const KernelTable& PortableTable() {
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
+      .bring = Bring,
       .retain = Retain,
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention<SimdAttention<Portable>>,

@@ -129,7 +129,7 @@ void LabelLookup(const LabelLookupParams& p, Worker worker) {
     const int64_t slot = p.slots[r];
     for (int64_t h = 0; h < p.kv_heads; ++h) {
       const int64_t list = r * p.kv_heads + h;
-      p.missed[list] = 0;
+      p.missed[list] = slot < 0 ? 0 : p.others;
       if (slot < 0 || (p.wanted != nullptr && p.wanted[list] == 0)) continue;
       const float* q = p.q + r * p.q_stride + h * of_group;
       float* label = p.labels + (slot * p.kv_heads + h) * of_group;
@@ -139,8 +139,8 @@ void LabelLookup(const LabelLookupParams& p, Worker worker) {
       const bool hit = labelled >= 0 && labelled < p.positions[r] &&
                        (age == 0 || p.positions[r] - labelled < age) &&
                        GroupSimilarity(p, q, label, h * group, group) >= double{p.thresholds[h]};
+      p.missed[list] = hit ? 0 : 1;
       if (!hit) {
-        p.missed[list] = 1;
         labelled = p.positions[r];
         std::copy(q, q + of_group, label);
       }

@@ -35,6 +35,7 @@ void TopK(const TopKParams& p, Worker worker);
 void Split(const SplitParams& p, Worker worker);
 void RecallDue(const RecallDueParams& p, Worker worker);
 void Recall(const RecallParams& p, Worker worker);
+void Bring(const BringParams& p, Worker worker);
 void Retain(const RetainParams& p, Worker worker);
 void WriteThrough(const WriteThroughParams& p, Worker worker);
 void LatentAppend(const LatentAppendParams& p, Worker worker);

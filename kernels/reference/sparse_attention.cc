@@ -79,6 +79,7 @@ void SparseAttention(const SparseAttentionParams& p, Worker worker) {
   const Range mine = Share(p.rows, worker);
   for (int64_t r = mine.begin; r < mine.end; ++r) {
     for (int64_t h = p.kv_head_begin * group; h < p.kv_head_end * group; ++h) {
+      if (p.wanted != nullptr && p.wanted[r * p.cache.kv_heads + h / group] == 0) continue;
       const bool padded = p.slots[r] < 0;
       AttendHead(p, r, h, padded ? std::vector<ListToken>() : TokensOf(p, r, h / group));
     }

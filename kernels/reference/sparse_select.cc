@@ -68,41 +68,142 @@ int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, 
   return static_cast<int32_t>(piece * 2 * c.block_tokens + at % c.block_tokens);
 }
 
+// The selection of a list (TopKParams), and its runners-up.
+struct Selection {
+  std::set<int32_t> chosen, runners_up;
+};
+
+Selection Select(const TopKParams& p, int64_t list) {
+  const int64_t r = list / p.kv_heads;
+  Selection result;
+  if (!IsWanted(p, list, r)) return result;
+  const int32_t units = p.positions[r] / p.unit_tokens + 1;
+  std::vector<std::pair<float, int32_t>> others;  // {-score, unit}
+  float largest = kNegativeInfinity;
+  for (int32_t u = 0; u < units; ++u) {
+    const float given = p.scores[list * p.score_stride + u];
+    const float score = std::isnan(given) ? kNegativeInfinity : given;
+    largest = std::max(largest, score);
+    if (u < p.first_units || u >= units - p.last_units) {
+      result.chosen.insert(u);
+    } else {
+      others.emplace_back(-score, u);
+    }
+  }
+  std::sort(others.begin(), others.end());
+  const float least = std::isinf(p.margin) ? kNegativeInfinity : largest - p.margin;
+  for (const auto& [minus, unit] : others) {
+    if (-minus < least) continue;
+    if (std::ssize(result.chosen) < KOfRow(p, units)) {
+      result.chosen.insert(unit);
+    } else if (std::ssize(result.runners_up) < p.runners_up.capacity) {
+      result.runners_up.insert(unit);
+    }
+  }
+  return result;
+}
+
+// Gives each of `missing`, tokens in ascending order, a place as Bring does, and lists the moves of
+// the list. Returns how many were given one.
+int32_t GivePlaces(const BringParams& p, int64_t list, const std::vector<int32_t>& missing) {
+  const ResidencyTable& t = p.residency;
+  const int64_t r = list / p.select.kv_heads, head = list % p.select.kv_heads;
+  const int64_t slot = p.select.slots[r];
+  const int32_t position = p.select.positions[r];
+  constexpr int64_t kFree = std::numeric_limits<int64_t>::min();
+  std::vector<std::pair<int64_t, int32_t>> offered;  // {stamp, place}
+  for (int32_t place = t.ring; place < t.count; ++place) {
+    const int32_t* row = TableRow(t.places, slot, place, head);
+    if (row[0] == kNoPlace || (row[0] >= 0 && row[1] == position)) continue;
+    offered.emplace_back(row[0] < 0 ? kFree : row[1], place);
+  }
+  std::sort(offered.begin(), offered.end());
+  std::vector<int32_t> given;
+  for (size_t i = 0; i < std::min(offered.size(), missing.size()); ++i) {
+    given.push_back(offered[i].second);
+  }
+  std::sort(given.begin(), given.end());
+  for (size_t i = 0; i < given.size(); ++i) {
+    int32_t* row = TableRow(t.places, slot, given[i], head);
+    if (row[0] >= 0) *TableRow(t.place_of, slot, row[0], head) = -1;
+    row[0] = missing[i];
+    row[1] = position;
+    *TableRow(t.place_of, slot, missing[i], head) = given[i];
+    const int64_t move = list * p.move_capacity + static_cast<int64_t>(i);
+    p.source_units[move] = PieceIndex(p.home, slot, head, missing[i], 1);
+    p.target_units[move] = PieceIndex(p.cache, slot, head, given[i], 1);
+  }
+  return static_cast<int32_t>(given.size());
+}
+
+// Takes all places behind the ring back from their units.
+void ForgetPlaces(const ResidencyTable& t, int64_t slot, int64_t head) {
+  for (int32_t place = t.ring; place < t.count; ++place) {
+    int32_t& unit = *TableRow(t.places, slot, place, head);
+    if (unit < 0) continue;
+    *TableRow(t.place_of, slot, unit, head) = -1;
+    unit = -1;
+  }
+}
+
 }  // namespace
 
 void TopK(const TopKParams& p, Worker worker) {
   const Range mine = Share(int64_t{p.rows} * p.kv_heads, worker);
   for (int64_t list = mine.begin; list < mine.end; ++list) {
-    const int64_t r = list / p.kv_heads;
-    std::set<int32_t> chosen, runners_up;
-    if (IsWanted(p, list, r)) {
-      const int32_t units = p.positions[r] / p.unit_tokens + 1;
-      std::vector<std::pair<float, int32_t>> others;  // {-score, unit}
-      float largest = kNegativeInfinity;
-      for (int32_t u = 0; u < units; ++u) {
-        const float given = p.scores[list * p.score_stride + u];
-        const float score = std::isnan(given) ? kNegativeInfinity : given;
-        largest = std::max(largest, score);
-        if (u < p.first_units || u >= units - p.last_units) {
-          chosen.insert(u);
-        } else {
-          others.emplace_back(-score, u);
-        }
-      }
-      std::sort(others.begin(), others.end());
-      const float least = std::isinf(p.margin) ? kNegativeInfinity : largest - p.margin;
-      for (const auto& [minus, unit] : others) {
-        if (-minus < least) continue;
-        if (std::ssize(chosen) < KOfRow(p, units)) {
-          chosen.insert(unit);
-        } else if (std::ssize(runners_up) < p.runners_up.capacity) {
-          runners_up.insert(unit);
-        }
-      }
-    }
-    PutList(p.selected, list, {chosen.begin(), chosen.end()});
+    const Selection selection = Select(p, list);
+    PutList(p.selected, list, {selection.chosen.begin(), selection.chosen.end()});
     if (p.runners_up.units == nullptr) continue;
-    PutList(p.runners_up, list, {runners_up.begin(), runners_up.end()});
+    PutList(p.runners_up, list, {selection.runners_up.begin(), selection.runners_up.end()});
+  }
+}
+
+void Bring(const BringParams& p, Worker worker) {
+  const ResidencyTable& t = p.residency;
+  const Range mine = Share(p.select.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    const int64_t slot = p.select.slots[r];
+    const int32_t position = p.select.positions[r];
+    for (int64_t head = 0; head < p.select.kv_heads; ++head) {
+      const int64_t list = r * p.select.kv_heads + head;
+      if (p.move_counts != nullptr) p.move_counts[list] = 0;
+      if (p.listed != nullptr && p.listed[list] == 0) continue;
+      const bool persistent = IsPersistent(t, head), whole = p.whole && !persistent;
+      const std::set<int32_t> selected = Select(p.select, list).chosen;
+      std::vector<int32_t> missing;
+      if (p.forget && !persistent && IsWanted(p.select, list, r)) ForgetPlaces(t, slot, head);
+      for (int32_t unit : selected) {
+        const int32_t place = PlaceOf(t, slot, head, position, unit);
+        if (place < 0) {
+          missing.push_back(unit);
+        } else if (position - unit >= t.ring && !persistent) {
+          TableRow(t.places, slot, place, head)[1] = position;
+        }
+      }
+      std::vector<std::pair<int32_t, int32_t>> attended;  // {place, unit}
+      if (slot >= 0) {
+        SparseCounters& counters = p.counters[slot];
+        const int32_t moves = missing.empty() ? 0 : GivePlaces(p, list, missing);
+        if (moves > 0) p.move_counts[list] = moves;
+        (persistent ? counters.held : counters.selected) += std::ssize(selected);
+        counters.missing += std::ssize(missing);
+        counters.recalled += moves;
+        for (int32_t unit = 0; unit <= position; ++unit) {
+          const int32_t place = PlaceOf(t, slot, head, position, unit);
+          if (place >= 0 && (whole || selected.contains(unit))) attended.emplace_back(place, unit);
+        }
+      }
+      if (whole && p.by_place) std::sort(attended.begin(), attended.end());
+      std::vector<int32_t> units;
+      for (const auto& [place, unit] : attended) {
+        p.places[list * p.resident.capacity + std::ssize(units)] = place;
+        units.push_back(unit);
+      }
+      PutList(p.resident, list, units);
+    }
+    if (slot < 0) continue;
+    p.counters[slot].steps += 1;
+    p.counters[slot].recalls += 1;
   }
 }
 
@@ -118,12 +219,7 @@ void Split(const SplitParams& p, Worker worker) {
     }
     const bool persistent = IsPersistent(t, head), whole = p.whole && !persistent;
     if (slot >= 0) {
-      for (int32_t place = t.ring; p.forget && !persistent && place < t.count; ++place) {
-        int32_t& unit = *TableRow(t.places, slot, place, head);
-        if (unit < 0) continue;
-        *TableRow(t.place_of, slot, unit, head) = -1;
-        unit = -1;
-      }
+      if (p.forget && !persistent) ForgetPlaces(t, slot, head);
       const int32_t newest = p.positions[r] / p.unit_tokens;
       for (int32_t unit : ListOf(p.selected, list)) {
         const int32_t place = PlaceOf(t, slot, head, newest, unit);

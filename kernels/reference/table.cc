@@ -32,6 +32,7 @@ const KernelTable& Table() {
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
+      .bring = Bring,
       .retain = Retain,
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention,

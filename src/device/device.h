@@ -102,7 +102,7 @@ class Stream {
   // time, also inside a recording. Whatever ends a step or a recording must come After() every
   // branch that was used in it. On a stream without branches the enqueued order is the order, so
   // code must be right both in that order and in every order that After() allows.
-  static constexpr int kBranches = 4;
+  static constexpr int kBranches = 5;
   virtual Stream& Branch(int /*number*/) { return *this; }
   // Work that is enqueued here later starts after all that `other` has now. `other` is a branch of
   // this stream, the stream that this is a branch of, or another branch of that.

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/bring_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
@@ -88,10 +89,11 @@ class KernelSet {
   virtual void Sample(Stream& stream, const kernels::SampleParams& params) = 0;
   virtual void Transfer(Stream& stream, const kernels::TransferParams& params) = 0;
 
-  // Sparse attention (kernels/sparse_params.h, kernels/hash_params.h).
+  // Sparse attention (kernels/sparse_params.h, kernels/bring_params.h, kernels/hash_params.h).
   //
-  // Returns how many places of a ResidencyTable, beside the ring, Recall takes.
+  // Return how many places of a ResidencyTable, beside the ring, Recall and Bring take.
   virtual int32_t MaxRecallPlaces() const { return std::numeric_limits<int32_t>::max(); }
+  virtual int32_t MaxBringPlaces() const { return std::numeric_limits<int32_t>::max(); }
   virtual void Digest(Stream& stream, const kernels::DigestParams& params) = 0;
   virtual void DigestScores(Stream& stream, const kernels::DigestScoresParams& params) = 0;
   virtual void RefineScores(Stream& stream, const kernels::RefineScoresParams& params) = 0;
@@ -106,6 +108,7 @@ class KernelSet {
   virtual void Split(Stream& stream, const kernels::SplitParams& params) = 0;
   virtual void RecallDue(Stream& stream, const kernels::RecallDueParams& params) = 0;
   virtual void Recall(Stream& stream, const kernels::RecallParams& params) = 0;
+  virtual void Bring(Stream& stream, const kernels::BringParams& params) = 0;
   virtual void Retain(Stream& stream, const kernels::RetainParams& params) = 0;
   virtual void WriteThrough(Stream& stream, const kernels::WriteThroughParams& params) = 0;
   virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params) = 0;

@@ -80,6 +80,7 @@ class NoKernels : public KernelSet {
   void Split(Stream&, const kernels::SplitParams&) override {}
   void RecallDue(Stream&, const kernels::RecallDueParams&) override {}
   void Recall(Stream&, const kernels::RecallParams&) override {}
+  void Bring(Stream&, const kernels::BringParams&) override {}
   void Retain(Stream&, const kernels::RetainParams&) override {}
   void WriteThrough(Stream&, const kernels::WriteThroughParams&) override {}
   void SparseAttention(Stream&, const kernels::SparseAttentionParams&) override {}
@@ -97,6 +98,7 @@ class NoKernels : public KernelSet {
   void ExpertLinear(Stream&, const kernels::ExpertLinearParams&) override {}
   void Combine(Stream&, const kernels::CombineParams&) override {}
   int32_t MaxRecallPlaces() const override { return real_->MaxRecallPlaces(); }
+  int32_t MaxBringPlaces() const override { return real_->MaxBringPlaces(); }
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                 int64_t capacity) const override {
     return real_->SparseMlaScratchBytes(decode_rows, heads, rank, capacity);

@@ -34,6 +34,7 @@ LAYERS = ["server", "profile", "bench", "facade", "service", "prefill", "engine"
           "request", "sampling", "device", "metrics", "config", "base"]
 KERNEL_CONTRACTS = {"kernels/params.h": "sluice_kernel_params",
                     "kernels/sparse_params.h": "sluice_kernel_params",
+                    "kernels/bring_params.h": "sluice_kernel_params",
                     "kernels/hash_params.h": "sluice_kernel_params",
                     "kernels/kernel_table.h": "sluice_kernels",
                     "kernels/weight_formula.h": "sluice_kernels",

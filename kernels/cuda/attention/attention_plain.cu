@@ -86,6 +86,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int dim = c.head_dim, kv_head = head / (p.heads / c.kv_heads);
   WaitForPriorKernels();
   LetNextKernelStart();
+  if constexpr (requires { p.wanted; }) {
+    if (p.wanted != nullptr && p.wanted[int64_t{row} * c.kv_heads + kv_head] == 0) return;
+  }
   for (int i = static_cast<int>(threadIdx.x); i < dim; i += 32 * kWarps) {
     query[i] = p.q[row * p.q_stride + int64_t{head} * dim + i] * (p.scale * kLog2E);
   }

@@ -213,6 +213,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     __syncwarp();
   }
   WaitForPriorKernels();  // kernels write the lists
+  if (p.wanted != nullptr && p.wanted[list] == 0) return;  // so does every block of the cluster
 
   // Slice i of this warp begins with list token first + i * kStep. This lane looks up token lane
   // % 16 of each slice. Loads that depend on nothing come first, then the loads that depend on

@@ -8,6 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "kernels/bring_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
@@ -17,10 +18,12 @@
 namespace sluice::kernels::cuda {
 
 // Limits of these operators beyond those of the contract.
-inline constexpr int32_t kMaxNormDim = 16384;       // RmsNormParams::dim
-inline constexpr int32_t kMaxVocabulary = 390000;   // SampleParams::vocab
-inline constexpr int32_t kBlockTokensStep = 16;     // PagedCache::block_tokens is a multiple of it
-inline constexpr int32_t kMaxRecallPlaces = 16384;  // ResidencyTable::count - ring, in Recall
+inline constexpr int32_t kMaxNormDim = 16384;      // RmsNormParams::dim
+inline constexpr int32_t kMaxVocabulary = 390000;  // SampleParams::vocab
+inline constexpr int32_t kBlockTokensStep = 16;    // PagedCache::block_tokens is a multiple of it
+// ResidencyTable::count - ring, in Recall and in Bring
+inline constexpr int32_t kMaxRecallPlaces = 16384;
+inline constexpr int32_t kMaxBringPlaces = 65536;
 
 // Writes out[i] = element i of the formula, as bf16 or as e4m3, for i in [0, count). The bits are
 // those of FillWeights.
@@ -70,6 +73,7 @@ cudaError_t LaunchTopK(const TopKParams& params, cudaStream_t stream);
 cudaError_t LaunchSplit(const SplitParams& params, cudaStream_t stream);
 cudaError_t LaunchRecallDue(const RecallDueParams& params, cudaStream_t stream);
 cudaError_t LaunchRecall(const RecallParams& params, cudaStream_t stream);
+cudaError_t LaunchBring(const BringParams& params, cudaStream_t stream);
 cudaError_t LaunchRetain(const RetainParams& params, cudaStream_t stream);
 cudaError_t LaunchWriteThrough(const WriteThroughParams& params, cudaStream_t stream);
 cudaError_t LaunchSparseAttention(const SparseAttentionParams& params, cudaStream_t stream);

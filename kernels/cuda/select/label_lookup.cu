@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads)
   const int group = p.heads / p.kv_heads, of_group = group * p.head_dim;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   if (slot < 0 || (p.wanted != nullptr && p.wanted[list] == 0)) {
-    if (thread == 0) p.missed[list] = 0;
+    if (thread == 0) p.missed[list] = slot < 0 ? 0 : p.others;
     return;
   }
   const float* const q = p.q + row * p.q_stride + int64_t{head} * of_group;

@@ -70,9 +70,11 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
 
   // Branches of a step's stream, beside that of Ahead. There is one for each parity of layers, for
   // what a layer waits for while its neighbours have the same under way (answers of workers,
-  // fetched tokens), and one for work that nothing waits for before the step's end (Settle).
+  // fetched tokens), one for work that nothing waits for before the step's end (Settle), and one
+  // for a part of a layer's attention that goes beside another.
   static Stream& LayerBranch(Stream& stream, int layer) { return stream.Branch(1 + layer % 2); }
   static Stream& SettlingBranch(Stream& stream) { return stream.Branch(3); }
+  static Stream& AsideBranch(Stream& stream) { return stream.Branch(4); }
 
   // Enqueues attention of decode rows in a sparse layer to `out`, [rows][heads * head_dim] of
   // out_type. The rows' own keys and values are in the ring and on their way to the host cache. At

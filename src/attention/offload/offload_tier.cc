@@ -344,7 +344,9 @@ absl::Status UploadHeads(const OffloadPages& pages, const OffloadTierOptions& op
 // Checks what the operators of recall count in int32.
 absl::Status CheckRecall(const OffloadTierOptions& options, const OffloadPages& pages) {
   const int64_t places = pages.place_units() - pages.ring_units();
-  const int64_t most = options.device->kernels().MaxRecallPlaces();
+  const KernelSet& kernels = options.device->kernels();
+  const int64_t most =
+      pages.units_per_block == 1 ? kernels.MaxRecallPlaces() : kernels.MaxBringPlaces();
   if (places > most) {
     return absl::InvalidArgumentError(
         absl::StrCat("budget_tokens: device ", options.device->name(), " takes ", most,

@@ -68,6 +68,7 @@ void SelectionCounters::SumOf(const Buffer& host, PolicyStatistics* sums) const 
       of.recalls += counters->recalls;
       of.lookups += counters->lookups;
       of.misses += counters->misses;
+      of.resident_selected += counters->held;
     }
     of.link_bytes = (of.recalled + of.steps * kv.heads) * kv.bytes_per_token;
   }

@@ -67,8 +67,7 @@ absl::Status TokenFetch::Allocate() {
   }
   for (Chosen& chosen : chosen_) {
     for (Buffer* units : {&chosen.units, &chosen.places}) {
-      SLUICE_RETURN_IF_ERROR(
-          lists_of_tokens.Words(MemoryKind::kDevice, lists * most_resident_, units));
+      SLUICE_RETURN_IF_ERROR(lists_of_tokens.Words(MemoryKind::kDevice, lists * capacity(), units));
     }
   }
   for (Buffer* counts :
@@ -86,19 +85,9 @@ absl::Status TokenFetch::AllocateScored(Scored* scored) const {
   SLUICE_RETURN_IF_ERROR(
       BufferAllocator(options_.device, absl::StrCat("scores of ", options_.name))
           .Words(MemoryKind::kDevice, lists * options_.max_context, &scored->scores));
-  const BufferAllocator selected(options_.device,
-                                 absl::StrCat("lists of tokens of ", options_.name));
-  for (Buffer* units : {&scored->units, &scored->missing_units}) {
-    SLUICE_RETURN_IF_ERROR(selected.Words(MemoryKind::kDevice, lists * most_selected_, units));
-  }
-  for (Buffer* counts : {&scored->counts, &scored->missing_counts, &scored->due}) {
-    SLUICE_RETURN_IF_ERROR(selected.Words(MemoryKind::kDevice, lists, counts));
-  }
-  const CacheLayout& layout = options_.hbm->layout();
-  SLUICE_RETURN_IF_ERROR(
-      selected.Words(MemoryKind::kDevice, int64_t{layout.layers} * options_.slots, &scored->since));
-  SLUICE_ASSIGN_OR_RETURN(scored->counters,
-                          SelectionCounters::Create(options_.device, options_.slots, layout));
+  SLUICE_ASSIGN_OR_RETURN(
+      scored->counters,
+      SelectionCounters::Create(options_.device, options_.slots, options_.hbm->layout()));
   return absl::OkStatus();
 }
 
@@ -108,7 +97,6 @@ kernels::TopKParams TokenFetch::Selection(const Queries& queries, Use use) const
   params.score_stride = options_.max_context;
   params.slots = queries.slots;
   params.positions = queries.positions;
-  params.selected = SelectedOf(Of(use));
   params.rows = queries.rows;
   params.kv_heads = static_cast<int32_t>(kv_heads_);
   params.unit_tokens = kUnitTokens;
@@ -119,33 +107,44 @@ kernels::TopKParams TokenFetch::Selection(const Queries& queries, Use use) const
   return params;
 }
 
+kernels::BringParams TokenFetch::BringOf(int layer, const kernels::TopKParams& select,
+                                         const Scored& scored) {
+  Chosen& chosen = ChosenOf(layer);
+  kernels::BringParams params{};
+  params.select = select;
+  params.residency = tier_->Residency(layer);
+  params.resident = Attended(chosen);
+  params.places = chosen.places.as<int32_t>();
+  params.counters = scored.counters->of(layer);
+  return params;
+}
+
 void TokenFetch::Bring(Stream& stream, Stream& fetches, int layer, const Queries& predicted,
-                       const Rule& rule) {
-  kernels::SplitParams find = SplitOf(layer, predicted, bring_);
-  find.wanted = rule.selected;
-  find.forget = rule.forget;
-  kernels_.Split(stream, find);
-  GivePlaces(stream, layer, predicted);
-  // Now every selected token has a place, since there are as many places as a row may select. What
-  // else lies in HBM costs no fetch.
-  kernels::SplitParams list = SplitOf(layer, predicted, bring_);
-  list.wanted = rule.offloaded;
-  list.whole = rule.whole;
-  list.by_place = rule.whole && rule.by_place;
-  kernels_.Split(stream, list);
+                       const kernels::TopKParams& select, const Rule& rule) {
+  kernels::BringParams bring = BringOf(layer, select, bring_);
+  const Chosen& chosen = ChosenOf(layer);
+  bring.listed = rule.listed;
+  bring.whole = rule.whole;
+  bring.by_place = rule.by_place;
+  bring.forget = rule.forget;
+  bring.home = tier_->Home(layer);
+  bring.cache = tier_->Places(layer);
+  bring.source_units = chosen.source_units.as<int32_t>();
+  bring.target_units = chosen.target_units.as<int32_t>();
+  bring.move_counts = chosen.moves.as<int32_t>();
+  bring.move_capacity = most_selected_;
+  kernels_.Bring(stream, bring);
   // The layer before and the next Bring go on while the tokens are fetched.
   fetches.After(stream);
-  const Chosen& chosen = ChosenOf(layer);
   mover_->Move(fetches, layer,
                {predicted.slots, chosen.source_units.as<int32_t>(),
                 chosen.target_units.as<int32_t>(), chosen.moves.as<int32_t>(), predicted.rows});
 }
 
-void TokenFetch::Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent) {
-  kernels::SplitParams list = SplitOf(layer, queries, add_);
-  list.wanted = persistent;
-  kernels_.Split(stream, list);
-  Count(stream, layer, queries, add_);
+void TokenFetch::Add(Stream& stream, int layer, const kernels::TopKParams& select) {
+  kernels::BringParams bring = BringOf(layer, select, add_);
+  bring.listed = select.wanted;
+  kernels_.Bring(stream, bring);
 }
 
 PolicyStatistics TokenFetch::Statistics() const {
@@ -154,7 +153,7 @@ PolicyStatistics TokenFetch::Statistics() const {
   const PolicyStatistics added = add_.counters->Sum();
   for (size_t layer = 0; layer < sums.layers.size(); ++layer) {
     PolicyStatistics::Layer& of = sums.layers[layer];
-    of.resident_selected = added.layers[layer].selected;
+    of.resident_selected += added.layers[layer].resident_selected;
     if (of.steps > 0) continue;  // Bring counted the steps
     of.steps = added.layers[layer].steps;
     of.link_bytes = added.layers[layer].link_bytes;
@@ -162,69 +161,20 @@ PolicyStatistics TokenFetch::Statistics() const {
   return sums;
 }
 
-void TokenFetch::Attend(Stream& stream, int layer, const Queries& queries, void* out,
+void TokenFetch::Attend(Stream& stream, int layer, const Queries& queries, const int32_t* wanted) {
+  const Chosen& chosen = ChosenOf(layer);
+  kernels::SparseAttentionParams params =
+      SparseAttentionOf(queries, tier_->Places(layer), Attended(chosen),
+                        chosen.places.as<int32_t>(), kUnitTokens, o_.as<float>(), lse_.as<float>());
+  params.wanted = wanted;
+  kernels_.SparseAttention(stream, params);
+}
+
+void TokenFetch::Finish(Stream& stream, const Queries& queries, void* out,
                         kernels::DType out_type) {
-  const Chosen& chosen = ChosenOf(layer);
-  const kernels::PagedCache cache = tier_->Places(layer);
-  auto* const o = o_.as<float>();
-  auto* const lse = lse_.as<float>();
-  kernels_.SparseAttention(
-      stream, SparseAttentionOf(queries, cache, Attended(chosen), chosen.places.as<int32_t>(),
-                                kUnitTokens, o, lse));
   // One part: the merge converts it to out_type.
-  kernels_.Merge(stream, MergeOf(queries, cache.head_dim, 1, o, lse, out, out_type));
-}
-
-kernels::SplitParams TokenFetch::SplitOf(int layer, const Queries& queries, const Scored& scored) {
-  Chosen& chosen = ChosenOf(layer);
-  kernels::SplitParams params{};
-  params.residency = tier_->Residency(layer);
-  params.slots = queries.slots;
-  params.positions = queries.positions;
-  params.selected = SelectedOf(scored);
-  params.resident = Attended(chosen);
-  params.places = chosen.places.as<int32_t>();
-  params.missing = MissingOf(scored);
-  params.rows = queries.rows;
-  params.kv_heads = static_cast<int32_t>(kv_heads_);
-  params.unit_tokens = kUnitTokens;
-  return params;
-}
-
-void TokenFetch::Count(Stream& stream, int layer, const Queries& queries, const Scored& scored) {
-  kernels::RecallDueParams due{};  // always due
-  due.slots = queries.slots;
-  due.selected = SelectedOf(scored);
-  due.missing = MissingOf(scored);
-  due.since = scored.since.as<int32_t>() + int64_t{layer} * options_.slots;
-  due.counters = scored.counters->of(layer);
-  due.due = scored.due.as<int32_t>();
-  due.rows = queries.rows;
-  due.kv_heads = static_cast<int32_t>(kv_heads_);
-  due.unit_tokens = kUnitTokens;
-  due.budget_units = options_.budget_tokens;
-  due.interval = 1;
-  kernels_.RecallDue(stream, due);
-}
-
-void TokenFetch::GivePlaces(Stream& stream, int layer, const Queries& predicted) {
-  Count(stream, layer, predicted, bring_);
-  kernels::RecallParams recall{};
-  recall.residency = tier_->Residency(layer);
-  recall.slots = predicted.slots;
-  recall.positions = predicted.positions;
-  recall.missing = MissingOf(bring_);
-  recall.home = tier_->Home(layer);
-  recall.resident = tier_->Places(layer);
-  const Chosen& chosen = ChosenOf(layer);
-  recall.source_units = chosen.source_units.as<int32_t>();
-  recall.target_units = chosen.target_units.as<int32_t>();
-  recall.move_counts = chosen.moves.as<int32_t>();
-  recall.counters = counters(layer);
-  recall.rows = predicted.rows;
-  recall.kv_heads = static_cast<int32_t>(kv_heads_);
-  recall.unit_tokens = kUnitTokens;
-  kernels_.Recall(stream, recall);
+  kernels_.Merge(stream, MergeOf(queries, static_cast<int32_t>(head_dim_), 1, o_.as<float>(),
+                                 lse_.as<float>(), out, out_type));
 }
 
 }  // namespace sluice

@@ -1,12 +1,13 @@
 // Tokens that a layer selects one layer ahead of time, and their way to HBM: the shared part of the
-// policies that fetch single tokens (recall, clo). A policy scores tokens, selects by TopK and
-// calls Bring; when the layer's turn has come, Attend attends to what has a place in HBM by then.
-// Persistent heads (OffloadTier) need no fetch: they select once the layer's queries are known, and
-// Add takes what they selected.
+// policies that fetch single tokens (recall, clo). A policy scores tokens and calls Bring, which
+// selects; when the layer's turn has come, Attend attends to what has a place in HBM by then.
+// Persistent heads (OffloadTier) need no fetch: Add selects for them once the layer's queries are
+// known.
 //
 // It is called while a step is enqueued, on the engine's thread.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <memory>
 
@@ -37,8 +38,8 @@ class TokenFetch {
   enum class Use { kBring, kAdd };
   // Returns where the policy's operators put the scores of a row's tokens: [lists][max_context].
   float* scores(Use use = Use::kBring) const { return Of(use).scores.as<float>(); }
-  // Returns the call of TopK that selects by scores(use) beforehand: `most_selected` tokens, the
-  // ring's among them, and no margin. The policy may change it.
+  // Returns how to select by scores(use): `most_selected` tokens, the ring's among them, and no
+  // margin, in every list. The policy may change it.
   kernels::TopKParams Selection(const Queries& queries, Use use = Use::kBring) const;
   // Returns the maximum number of tokens of a sequence that have a place in HBM, for each KV head.
   int32_t most_resident() const { return most_resident_; }
@@ -49,42 +50,40 @@ class TokenFetch {
   SlotWorkers* workers() const { return mover_->workers(); }
 
   struct Rule {
-    // [lists] Not 0: the list selected. Null: every list did. The others keep the places that they
-    // have.
-    const int32_t* selected = nullptr;
-    // [lists] Not 0: the list's head is not persistent. Null: no head is.
-    const int32_t* offloaded = nullptr;
+    // [lists] 0: the list is left to Add. Null: none is.
+    const int32_t* listed = nullptr;
     // True: rows attend to everything that has a place, else to what was selected alone.
     bool whole = true;
     // With `whole`: rows attend in the order of places, which takes less time to list than that of
     // tokens. A row's bits then depend on where its tokens lie.
     bool by_place = false;
-    // True: lists that selected give all places behind the ring back first, so that everything is
+    // True: lists that select give all places behind the ring back first, so that everything is
     // fetched anew.
     bool forget = false;
   };
-  // Gives every selected token a place in HBM, by the rule of Recall, and fetches those that had
-  // none on the stream `fetches`, which comes after `stream`.
+  // Selects, gives every selected token a place in HBM (kernels::BringParams), and fetches those
+  // that had none on the stream `fetches`, which comes after `stream`. Lists that do not select
+  // keep the places that they have.
   void Bring(Stream& stream, Stream& fetches, int layer, const Queries& predicted,
-             const Rule& rule);
-  // Takes the selection of Use::kAdd for the lists of persistent heads, [lists] not 0. It comes
+             const kernels::TopKParams& select, const Rule& rule);
+  // Selects for the lists of persistent heads, which are those that `select` wants. It comes
   // between the layer's Bring and Attend. A layer whose heads are all persistent has no Bring.
-  void Add(Stream& stream, int layer, const Queries& queries, const int32_t* persistent);
-  // Attends to what Bring found. REQUIRES: the stream comes after `fetches`.
-  void Attend(Stream& stream, int layer, const Queries& queries, void* out,
-              kernels::DType out_type);
+  void Add(Stream& stream, int layer, const kernels::TopKParams& select);
+  // Attends to what Bring and Add found, in the lists that `wanted` names ([lists] not 0; null: in
+  // all). REQUIRES: the stream comes after their work, and for Bring's after `fetches`.
+  void Attend(Stream& stream, int layer, const Queries& queries, const int32_t* wanted = nullptr);
+  // Converts what Attend computed, once it has of every list, to [rows][heads * head_dim] of
+  // out_type.
+  void Finish(Stream& stream, const Queries& queries, void* out, kernels::DType out_type);
 
  private:
   struct Scored {
-    Buffer scores;         // float [lists][max_context]
-    Buffer units, counts;  // int32 [lists][most_selected], [lists]: what was selected
-    Buffer missing_units, missing_counts;
-    Buffer since, due;  // int32 [layers][slots], [rows], of RecallDue
+    Buffer scores;  // float [lists][max_context]
     std::unique_ptr<SelectionCounters> counters;
   };
   // The lists of a layer from Bring to Attend. The Bring of the next layer comes between the two.
   struct Chosen {
-    Buffer units, places, counts;              // int32 [lists][resident] twice, [lists]
+    Buffer units, places, counts;              // int32 [lists][capacity()] twice, [lists]
     Buffer source_units, target_units, moves;  // int32 [lists][selected] twice, [lists]
   };
 
@@ -94,21 +93,13 @@ class TokenFetch {
   const Scored& Of(Use use) const { return use == Use::kBring ? bring_ : add_; }
   RowMover::Options MoverOptions() const;
   Chosen& ChosenOf(int layer) { return chosen_[static_cast<size_t>(layer) % 2]; }
-  kernels::UnitLists Lists(const Buffer& units, const Buffer& counts) const {
-    return {units.as<int32_t>(), counts.as<int32_t>(), most_selected_};
-  }
   kernels::UnitLists Attended(const Chosen& chosen) const {
-    return {chosen.units.as<int32_t>(), chosen.counts.as<int32_t>(), most_resident_};
+    return {chosen.units.as<int32_t>(), chosen.counts.as<int32_t>(), capacity()};
   }
-  kernels::UnitLists SelectedOf(const Scored& s) const { return Lists(s.units, s.counts); }
-  kernels::UnitLists MissingOf(const Scored& s) const {
-    return Lists(s.missing_units, s.missing_counts);
-  }
-  // Returns a call that splits every list and changes no place.
-  kernels::SplitParams SplitOf(int layer, const Queries& queries, const Scored& scored);
-  // Counts the step and its lists.
-  void Count(Stream& stream, int layer, const Queries& queries, const Scored& scored);
-  void GivePlaces(Stream& stream, int layer, const Queries& predicted);
+  // Returns how many tokens a row attends to at most, of a KV head.
+  int32_t capacity() const { return std::max(most_resident_, most_selected_); }
+  // Returns a call that selects by `select` and moves nothing.
+  kernels::BringParams BringOf(int layer, const kernels::TopKParams& select, const Scored& scored);
 
   const PolicyOptions options_;
   OffloadTier* const tier_;

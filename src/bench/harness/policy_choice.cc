@@ -146,6 +146,8 @@ constexpr Setting kSettings[] = {
     {"refresh", "clo", false, [](PolicyOptions& o, double value) { o.clo.refresh = value != 0; }},
     {"persistent", "clo", false,
      [](PolicyOptions& o, double value) { o.clo.persistent_share = value; }},
+    {"ahead", "clo", false,
+     [](PolicyOptions& o, double value) { o.clo.persistent_ahead = value != 0; }},
     {"replace", "clo", false,
      [](PolicyOptions& o, double value) {
        o.clo.refill = value != 0 ? Refill::kReplace : Refill::kDelta;

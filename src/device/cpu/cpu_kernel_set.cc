@@ -135,6 +135,9 @@ class CpuKernelSet : public KernelSet {
   void Recall(Stream& s, const kernels::RecallParams& p) override {
     Launch(s, "recall", table_.recall, p, kAnyLength);
   }
+  void Bring(Stream& s, const kernels::BringParams& p) override {
+    Launch(s, "bring", table_.bring, p, kAnyLength);
+  }
   void Retain(Stream& s, const kernels::RetainParams& p) override {
     Launch(s, "retain", table_.retain, p, kAnyLength);
   }

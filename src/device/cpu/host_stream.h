@@ -47,7 +47,7 @@ class HostStream : public Stream {
   }
 
  protected:
-  static constexpr size_t kPayloadBytes = 384;  // bytes; RecallParams is the largest
+  static constexpr size_t kPayloadBytes = 496;  // bytes; BringParams is the largest
   struct Command {
     void (*run)(const std::byte* payload, CpuTeam* team);
     CommandLabel label;

@@ -89,6 +89,7 @@ class CudaKernelSet : public KernelSet {
   }
 
   int32_t MaxRecallPlaces() const override { return cuda::kMaxRecallPlaces; }
+  int32_t MaxBringPlaces() const override { return cuda::kMaxBringPlaces; }
   void Digest(Stream& s, const kernels::DigestParams& p) override {
     Launch(s, cuda::LaunchDigest, p, "digests");
   }
@@ -130,6 +131,9 @@ class CudaKernelSet : public KernelSet {
   }
   void Recall(Stream& s, const kernels::RecallParams& p) override {
     Launch(s, cuda::LaunchRecall, p, "a recall");
+  }
+  void Bring(Stream& s, const kernels::BringParams& p) override {
+    Launch(s, cuda::LaunchBring, p, "selecting tokens and giving them places");
   }
   void Retain(Stream& s, const kernels::RetainParams& p) override {
     Launch(s, cuda::LaunchRetain, p, "keeping what leaves the ring");

@@ -28,7 +28,9 @@ absl::StatusOr<std::unique_ptr<Program>> RecordCudaProgram(
     CudaStream& stream, const std::function<void(Stream&)>& enqueue) {
   SLUICE_ASSIGN_OR_RETURN(cudaGraph_t graph, stream.Capture(enqueue));
   cudaGraphExec_t exec = nullptr;
-  cudaError_t error = cudaGraphInstantiate(&exec, graph, 0);
+  // Kernels of branches go before those of the stream, as their streams' priorities say.
+  cudaError_t error =
+      cudaGraphInstantiate(&exec, graph, cudaGraphInstantiateFlagUseNodePriority);
   cudaGraphDestroy(graph);
   if (error == cudaSuccess) error = cudaGraphUpload(exec, stream.handle());
   if (error != cudaSuccess) {

@@ -54,13 +54,13 @@ void Print(const std::string& name, const Timing& t) {
 }
 
 // Makes rows of a table for each slot and head, `rows_per_page` in a page, in pages of any order.
-PagedRows Table(int32_t rows, int32_t rows_per_page, int32_t dim,
+PagedRows Table(int32_t slots, int32_t rows, int32_t rows_per_page, int32_t dim,
                 const std::vector<int32_t>& init) {
   const int32_t pages = (rows - 1) / rows_per_page + 1;
-  const std::vector<int32_t> order = Shuffled(int64_t{kRows} * pages);
+  const std::vector<int32_t> order = Shuffled(int64_t{slots} * pages);
   const int64_t words = kPageBytes / 4, head_words = kHeadBytes / 4;
-  std::vector<int32_t> data(static_cast<size_t>(kRows * pages * words), -1);
-  for (int64_t slot = 0; slot < kRows; ++slot) {
+  std::vector<int32_t> data(static_cast<size_t>(slots * pages * words), -1);
+  for (int64_t slot = 0; slot < slots; ++slot) {
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t head = 0; head < kKvHeads; ++head) {
         const int64_t page = order[static_cast<size_t>(slot * pages + row / rows_per_page)];
@@ -94,8 +94,8 @@ class ResidencyBench {
       places.push_back(p < shape.ring ? -1 : p - shape.ring);
       places.push_back(p % 97);
     }
-    table_ = {Table(units, shape.rows_per_page, 1, place_of), Table(shape.places, 1024, 2, places),
-              shape.ring, shape.places};
+    table_ = {Table(kRows, units, shape.rows_per_page, 1, place_of),
+              Table(kRows, shape.places, 1024, 2, places), shape.ring, shape.places};
     slots_ = DeviceCopy(Counted(kRows));
     for (int i = 0; i < kLaunches; ++i) {
       positions_[i] = DeviceCopy(std::vector<int32_t>(kRows, kContext - 1 - kLaunches + i));
@@ -117,9 +117,9 @@ class ResidencyBench {
     std::vector<int32_t> units = Counted(std::min(shape_.selected - misses, held));
     for (int32_t i = 0; i < misses; ++i) units.push_back(held + 1 + 2 * i);
     const UnitLists selected = Lists(units);
-    Time("split", [&](int i, cudaStream_t stream) { Split(stream, i, selected, false); });
+    Time("split", [&](int i, cudaStream_t stream) { Split(stream, i, selected); });
     Time("split and recall due", [&](int i, cudaStream_t stream) {
-      Split(stream, i, selected, false);
+      Split(stream, i, selected);
       Due(stream, selected);
     });
     // Units that were evicted some launches ago come back.
@@ -131,11 +131,6 @@ class ResidencyBench {
     const std::string of = std::to_string(misses) + " of " + std::to_string(held) + " places";
     Time("recall of " + of, [&](int i, cudaStream_t stream) {
       Recall(stream, i, coming[static_cast<size_t>(next_++ % sets)]);
-    });
-    const UnitLists all = Lists(Counted(std::min(held, shape_.selected), 100));
-    Time("forget and recall of all", [&](int i, cudaStream_t stream) {
-      Split(stream, i, all, true);
-      Recall(stream, i, missing_);
     });
   }
 
@@ -163,7 +158,7 @@ class ResidencyBench {
             kHeadDim,     DType::kBFloat16};
   }
 
-  void Split(cudaStream_t stream, int i, const UnitLists& selected, bool forget) const {
+  void Split(cudaStream_t stream, int i, const UnitLists& selected) const {
     SplitParams p{};
     p.residency = table_;
     p.slots = slots_;
@@ -175,7 +170,6 @@ class ResidencyBench {
     p.rows = kRows;
     p.kv_heads = kKvHeads;
     p.unit_tokens = shape_.unit_tokens;
-    p.forget = forget;
     Check(cuda::LaunchSplit(p, stream), "split");
   }
   void Due(cudaStream_t stream, const UnitLists& selected) const {
@@ -223,6 +217,72 @@ class ResidencyBench {
   int32_t* resident_places_ = nullptr;
   int next_ = 0;
 };
+
+// Bring of rows of `context` tokens, of which `wanted` lists in `of` select a tenth. Scores of two
+// launches in a row differ in a part, so that some of what is selected is new.
+void Bring(const std::string& filter, int32_t rows, int32_t context, int wanted, int of,
+           bool by_place) {
+  const int32_t k = context / 10, lists = rows * kKvHeads, places = 64 + k;
+  const std::string name = "bring: " + std::to_string(rows) + " x " +
+                           std::to_string(context >> 10) + "K, " + std::to_string(wanted) + " of " +
+                           std::to_string(of) + " lists select " + std::to_string(k) +
+                           (by_place ? "" : ", all listed by token");
+  if (!Wanted(filter, name)) return;
+  std::vector<int32_t> table(static_cast<size_t>(2 * places), -1);
+  constexpr int kSets = 4;
+  const float* scores[kSets];
+  for (int set = 0; set < kSets; ++set) {
+    std::vector<float> values = Normal(int64_t{lists} * context);
+    std::mt19937 random(static_cast<unsigned>(set));
+    std::normal_distribution<float> normal;
+    for (float& v : values) v = random() % 8 == 0 ? normal(random) : v;
+    scores[set] = DeviceCopy(values);
+  }
+  BringParams p{};
+  p.select.score_stride = context;
+  p.select.slots = DeviceCopy(Counted(rows));
+  p.select.rows = rows;
+  p.select.kv_heads = kKvHeads;
+  p.select.unit_tokens = 1;
+  p.select.k = k;
+  p.select.first_units = 4;
+  p.select.last_units = 64;
+  p.select.margin = INFINITY;
+  std::vector<int32_t> flags;
+  for (int32_t l = 0; l < lists; ++l) flags.push_back(l * 7 % of < wanted ? 1 : 0);
+  p.select.wanted = DeviceCopy(flags);
+  p.residency = {
+      Table(rows, context, 2000, 1, std::vector<int32_t>(static_cast<size_t>(context), -1)),
+      Table(rows, places, 1000, 2, table), 64, places};
+  p.resident = {DeviceArray<int32_t>(int64_t{lists} * places), DeviceArray<int32_t>(lists), places};
+  p.places = DeviceArray<int32_t>(int64_t{lists} * places);
+  p.home = {nullptr,
+            DeviceCopy(Shuffled(int64_t{rows} * context / kBlockTokens)),
+            context / kBlockTokens,
+            kPageBytes,
+            kBlockTokens,
+            kKvHeads,
+            kHeadDim,
+            DType::kBFloat16};
+  p.cache = p.home;
+  p.source_units = DeviceArray<int32_t>(int64_t{lists} * k);
+  p.target_units = DeviceArray<int32_t>(int64_t{lists} * k);
+  p.move_counts = DeviceArray<int32_t>(lists);
+  p.move_capacity = k;
+  p.counters = DeviceCopy(std::vector<SparseCounters>(static_cast<size_t>(rows)));
+  p.whole = true;
+  p.by_place = by_place;
+  const int32_t* positions[kLaunches];
+  for (int i = 0; i < kLaunches; ++i) {
+    positions[i] =
+        DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1 - kLaunches + i));
+  }
+  Print(name, Time(kLaunches, kReplays, [&](int i, cudaStream_t stream) {
+          p.select.scores = scores[i % kSets];
+          p.select.positions = positions[i];
+          Check(cuda::LaunchBring(p, stream), "bring");
+        }));
+}
 
 // Returns pinned memory of a sequence's home, one layer.
 PagedCache Home(int32_t rows, int32_t context) {
@@ -354,7 +414,13 @@ int main(int argc, char** argv) {
   std::printf("%s, %d lists\n%-58s %8s %8s %8s\n", device.name, kLists, "case", "us", "least",
               "most");
   ResidencyBench({"blocks", kBlockTokens, 2, 66, 64, 6, 31}, filter).Run();
-  ResidencyBench({"tokens", 1, 32, 2048, 2048, 300, 204}, filter).Run();
+  Bring(filter, 10, 64 << 10, 1, 1, true);
+  Bring(filter, 14, 32 << 10, 1, 5, true);
+  Bring(filter, 14, 32 << 10, 1, 1, true);
+  Bring(filter, 14, 32 << 10, 1, 1, false);
+  Bring(filter, 1, 126 << 10, 1, 5, true);
+  Bring(filter, 1, 126 << 10, 1, 1, true);
+  Bring(filter, 1, 512 << 10, 1, 1, true);
   WriteThrough(filter, kRows);
   WriteThrough(filter, 512);
   PartialBench partial(filter);

@@ -39,7 +39,8 @@ class CloPolicy : public OffloadPolicy {
   ~CloPolicy() override { AwaitWarmUps(); }
 
   bool LooksAhead(int layer) const override {
-    return !tier().dense(layer) && heads_[static_cast<size_t>(layer)] != Heads::kPersistent;
+    return !tier().dense(layer) && (heads_[static_cast<size_t>(layer)] != Heads::kPersistent ||
+                                    options().clo.persistent_ahead);
   }
   bool FollowsDrift() const override { return options().clo.drift; }
   int rehearsals() const override { return options().rehearsals; }
@@ -52,34 +53,45 @@ class CloPolicy : public OffloadPolicy {
   // Lookup and prefetch (CLO, 4.2): the predicted queries decide which heads miss. Those select by
   // the scores of codes, their labels become these queries, and what they selected is fetched.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
-    const int32_t* selecting = OffloadedLists(layer);
+    const int32_t* listed = options().clo.persistent_ahead ? nullptr : OffloadedLists(layer);
+    const int32_t* selecting = listed;
     if (options().clo.reuse) {
       Lookup(stream, layer, predicted);
       selecting = tables_.missed.as<int32_t>();
     }
-    Select(stream, layer, predicted, TokenFetch::Use::kBring, selecting);
+    const kernels::TopKParams select =
+        Score(stream, layer, predicted, TokenFetch::Use::kBring, selecting);
     TokenFetch::Rule rule;
-    rule.selected = selecting;
-    rule.offloaded = OffloadedLists(layer);
+    rule.listed = listed;
     rule.whole = options().clo.reuse;
     rule.by_place = true;
     rule.forget = options().clo.refill == PolicyOptions::Clo::Refill::kReplace;
-    fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, rule);
+    fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, select, rule);
   }
 
  protected:
   SlotWorkers* slot_workers() const override { return fetch_->workers(); }
 
   // Persistent heads select by the queries themselves: nothing of theirs is fetched, so nothing
-  // need be known beforehand.
+  // need be known beforehand. In a layer that has others too they select while those attend.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
-    if (heads_[static_cast<size_t>(layer)] != Heads::kOffloaded) {
-      Select(stream, layer, queries, TokenFetch::Use::kAdd, PersistentLists(layer));
-      fetch_->Add(stream, layer, queries, PersistentLists(layer));
+    const Heads heads =
+        options().clo.persistent_ahead ? Heads::kOffloaded : heads_[static_cast<size_t>(layer)];
+    Stream& aside = heads == Heads::kBoth ? AsideBranch(stream) : stream;
+    if (heads == Heads::kBoth) aside.After(stream);
+    if (heads != Heads::kOffloaded) {
+      fetch_->Add(aside, layer,
+                  Score(aside, layer, queries, TokenFetch::Use::kAdd, PersistentLists(layer)));
     }
     if (LooksAhead(layer)) stream.After(LayerBranch(stream, layer));
-    fetch_->Attend(stream, layer, queries, out, out_type);
+    if (heads != Heads::kPersistent) {
+      fetch_->Attend(stream, layer, queries,
+                     heads == Heads::kBoth ? OffloadedLists(layer) : nullptr);
+    }
+    if (heads == Heads::kBoth) stream.After(aside);
+    if (heads != Heads::kOffloaded) fetch_->Attend(stream, layer, queries, PersistentLists(layer));
+    fetch_->Finish(stream, queries, out, out_type);
   }
 
   // Rows attend to every token that has a place, and a sequence has places for the budget at least;
@@ -199,12 +211,13 @@ class CloPolicy : public OffloadPolicy {
     }
     params.rule = options().clo.rule;
     params.wanted = OffloadedLists(layer);
+    params.others = options().clo.persistent_ahead ? 1 : 0;
     kernels().LabelLookup(stream, params);
   }
 
-  // Scores the tokens of the lists that are wanted, and selects.
-  void Select(Stream& stream, int layer, const Queries& queries, TokenFetch::Use use,
-              const int32_t* wanted) {
+  // Scores the tokens of the lists that are wanted. Returns how to select by these scores.
+  kernels::TopKParams Score(Stream& stream, int layer, const Queries& queries, TokenFetch::Use use,
+                            const int32_t* wanted) {
     const bool ahead = use == TokenFetch::Use::kBring;
     auto* const codes = (ahead ? tables_.predicted_codes : tables_.q_codes).as<int32_t>();
     kernels().HashQueries(
@@ -224,11 +237,13 @@ class CloPolicy : public OffloadPolicy {
     kernels().HashScores(stream, params);
 
     kernels::TopKParams select = fetch_->Selection(queries, use);
-    select.k = ahead ? options().budget_tokens : static_cast<int32_t>(SparseExactTokens());
+    // A persistent head selects all of what is exact.
+    select.k = ahead && !options().clo.persistent_ahead ? options().budget_tokens
+                                                        : static_cast<int32_t>(SparseExactTokens());
     select.k_divisor = divisor();
     select.first_units = kSinkTokens;
     select.wanted = wanted;
-    kernels().TopK(stream, select);
+    return select;
   }
 
   const HashShape hash_;

@@ -40,18 +40,20 @@ class RecallPolicy : public OffloadPolicy {
   // to HBM.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Score(stream, layer, predicted);
-    Select(stream, layer, predicted);
+    kernels::TopKParams select = fetch_->Selection(predicted);
+    select.margin = Margin(layer);
     TokenFetch::Rule rule;
     rule.whole = !options().recall.fetch_all;
     rule.forget = options().recall.fetch_all;
-    fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, rule);
+    fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, select, rule);
   }
 
  protected:
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
     stream.After(LayerBranch(stream, layer));
-    fetch_->Attend(stream, layer, queries, out, out_type);
+    fetch_->Attend(stream, layer, queries);
+    fetch_->Finish(stream, queries, out, out_type);
   }
 
   // Rows attend to every token that has a place, whatever its score. Under fetch_all only the ring
@@ -135,12 +137,6 @@ class RecallPolicy : public OffloadPolicy {
     if (recall.margin > 0) return recall.margin;
     return recall.margins.empty() ? std::numeric_limits<float>::infinity()
                                   : recall.margins[static_cast<size_t>(layer)];
-  }
-
-  void Select(Stream& stream, int layer, const Queries& predicted) {
-    kernels::TopKParams params = fetch_->Selection(predicted);
-    params.margin = Margin(layer);
-    kernels().TopK(stream, params);
   }
 
   const ProjectionShape shape_;

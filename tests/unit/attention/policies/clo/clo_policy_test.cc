@@ -125,7 +125,8 @@ class NaiveHead {
   int Group() const { return shape_.heads / shape_.kv_heads; }
   std::vector<float> Query(int position, int head_of_group) const {
     const PolicyRig::Vectors own = make_(seed_, layer_, position);
-    const std::vector<float>& q = persistent_ ? own.q : own.predicted;
+    const bool real = persistent_ && !options_.clo.persistent_ahead;
+    const std::vector<float>& q = real ? own.q : own.predicted;
     const auto first = q.begin() + (head_ * Group() + head_of_group) * shape_.head_dim;
     return {first, first + shape_.head_dim};
   }
@@ -201,8 +202,9 @@ class NaiveHead {
     std::sort(others.begin(), others.end());
     const int divisor = options_.clo.budget_divisor;
     const int bt = shape_.block_tokens;
-    const int least =
-        persistent_ ? kRing + (options_.budget_tokens + bt - 1) / bt * bt : options_.budget_tokens;
+    const int least = persistent_ || options_.clo.persistent_ahead
+                          ? kRing + (options_.budget_tokens + bt - 1) / bt * bt
+                          : options_.budget_tokens;
     const int k = std::max(least, divisor > 0 ? (position + 1) / divisor : 0);
     for (const auto& [minus, t] : others) {
       if (static_cast<int>(chosen.size()) < k) chosen.insert(t);
@@ -226,7 +228,8 @@ class NaiveHead {
         place->stamp = position;
       }
     }
-    for (const int unit : missing) {
+    std::vector<Place*> given;
+    for (size_t i = 0; i < missing.size(); ++i) {
       const auto stamp = [](const Place& p) { return p.unit < 0 ? -1 : p.stamp; };
       Place* best = nullptr;
       for (Place& place : places_) {
@@ -234,9 +237,12 @@ class NaiveHead {
         if (best == nullptr || stamp(place) < stamp(*best)) best = &place;
       }
       REQUIRE(best != nullptr);  // every selected token finds a place
-      *best = {unit, position};
+      *best = {0, position};     // taken
+      given.push_back(best);
       ++fetched;
     }
+    std::ranges::sort(given);  // the lowest place goes to the lowest token
+    for (size_t i = 0; i < given.size(); ++i) given[i]->unit = missing[i];
   }
 
   const PolicyRig::Shape shape_;
@@ -269,6 +275,7 @@ struct NaiveCase {
   bool refresh = true;
   float similarity = 0.8f;
   std::vector<uint8_t> persistent = {};
+  bool ahead = false;
   PolicyOptions::Clo::Refill refill = PolicyOptions::Clo::Refill::kDelta;
 };
 
@@ -288,6 +295,7 @@ PolicyStatistics::Layer CheckAgainstNaive(const PolicyRig::Shape& shape, const N
                                            static_cast<double>(c.persistent.size());
   for (const uint8_t hard : c.persistent) options.clo.difficulty.push_back(hard);
   options.clo.refill = c.refill;
+  options.clo.persistent_ahead = c.ahead;
   const auto policy = MakePolicy(options);
   const uint64_t seed = TestSeed();
   rig.Admit(*policy, 1, seed, c.context, c.context + c.steps);
@@ -352,10 +360,11 @@ void TestNaive(const PolicyRig::Shape& of) {
 SLUICE_TEST_ON_CPU_AND_GPU(
     "a row attends to what each head selected for queries like its own, and to the ring", TestNaive)
 
-void TestPersistent(const PolicyRig::Shape& of) {
+void TestPersistentHeads(const PolicyRig::Shape& of, bool ahead) {
   PolicyRig::Shape shape = of;
   REQUIRE(shape.layers == 3);
   NaiveCase c{80, 3, 400, 24};
+  c.ahead = ahead;
   // Layer 0 is persistent, one head of layer 1 is, and none of layer 2.
   c.persistent = {1, 1, 0, 1, 0, 0};
   const PolicyStatistics::Layer some = CheckAgainstNaive(shape, c);
@@ -371,9 +380,12 @@ void TestPersistent(const PolicyRig::Shape& of) {
   CHECK(all.selected == 0);
   CHECK(all.resident_selected > 0);
 }
+void TestPersistent(const PolicyRig::Shape& shape) { TestPersistentHeads(shape, false); }
+void TestPersistentAhead(const PolicyRig::Shape& shape) { TestPersistentHeads(shape, true); }
 SLUICE_TEST_ON_CPU_AND_GPU(
     "a persistent head selects by its own queries in every step, and fetches nothing",
     TestPersistent)
+SLUICE_TEST_ON_CPU_AND_GPU("a persistent head may select by predicted queries", TestPersistentAhead)
 
 void TestReplace(const PolicyRig::Shape& shape) {
   NaiveCase c{96, 4, 400, 24};

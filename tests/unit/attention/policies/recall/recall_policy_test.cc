@@ -111,7 +111,15 @@ class NaiveResidency {
         place->stamp = position;
       }
     }
-    for (const int unit : missing) Give(position, unit);
+    std::vector<Place*> given;
+    for (size_t i = 0; i < missing.size(); ++i) {
+      Place* const place = Next(position);
+      if (place == nullptr) break;
+      *place = {0, position};  // taken
+      given.push_back(place);
+    }
+    std::ranges::sort(given);  // the lowest place goes to the lowest token
+    for (size_t i = 0; i < given.size(); ++i) given[i]->unit = missing[i];
     std::set<int> attended;
     for (int unit = std::max(0, position - ring_ + 1); unit <= position; ++unit) {
       attended.insert(unit);
@@ -119,7 +127,9 @@ class NaiveResidency {
     for (const Place& place : places_) {
       if (place.unit >= 0) attended.insert(place.unit);
     }
-    if (position + 1 >= ring_) Give(position, position + 1 - ring_);
+    if (position + 1 < ring_) return attended;
+    Place* const place = Next(position);
+    if (place != nullptr) *place = {position + 1 - ring_, position};
     return attended;
   }
 
@@ -128,14 +138,15 @@ class NaiveResidency {
     int unit;
     int stamp;
   };
-  void Give(int position, int unit) {
+  // Returns the place that is to be given next; null: none is.
+  Place* Next(int position) {
     Place* best = nullptr;
     const auto stamp = [](const Place& p) { return p.unit < 0 ? -1 : p.stamp; };
     for (Place& place : places_) {
       if (place.unit >= 0 && place.stamp == position) continue;
       if (best == nullptr || stamp(place) < stamp(*best)) best = &place;
     }
-    if (best != nullptr) *best = {unit, position};
+    return best;
   }
 
   const int ring_;
