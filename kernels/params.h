@@ -154,8 +154,8 @@ struct PagedCache {
   int32_t ring_blocks = 0;
   // [kv_heads], or null. If not null, every KV head has a table of its own, which begins at entry
   // head_tables[head] of a slot's table, and its entries are numbers of blocks of one head, counted
-  // from `base`. Only RopeAppend, HashKeys, SparseAttention, Recall (as its target) and Retain take
-  // such a cache.
+  // from `base`. Only RopeAppend, HashKeys, SparseAttention, Recall and Bring (as their target) and
+  // Retain take such a cache.
   const int32_t* head_tables = nullptr;
 };
 

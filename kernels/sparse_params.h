@@ -245,10 +245,7 @@ struct ResidencyTable {
 inline constexpr int32_t kNoPlace = -2;
 
 // Splits each list into the units that have a place and those that have none, and stamps the places
-// of selected units with positions[r]. With `forget` every place but the ring's is taken back
-// first, in both tables, so that only the ring is resident. A list that is not wanted misses
-// nothing, and the rest of it is left as it is. Places of persistent heads are not stamped, not
-// taken back, and not listed by `whole`.
+// of selected units with positions[r]. REQUIRES: no head is persistent.
 struct SplitParams {
   ResidencyTable residency;
   const int32_t* slots;
@@ -263,11 +260,6 @@ struct SplitParams {
   int32_t kv_heads;
   int32_t unit_tokens;
   bool whole;
-  bool forget = false;
-  const int32_t* wanted = nullptr;  // [lists] 0: the list is not wanted; null: every list is
-  // With `whole`, and units of one token: the resident units come in the order of their places, so
-  // that the table of all units is not looked through.
-  bool by_place = false;
 };
 
 // Counters of one slot and layer, over all the sequences that the slot has had.

@@ -10,12 +10,8 @@ namespace {
 void SplitList(const SplitParams& p, int64_t list) {
   const ResidencyTable& t = p.residency;
   const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
-  ListWriter missing(p.missing, list);
-  if (p.wanted != nullptr && p.wanted[list] == 0) return;
-  ListWriter resident(p.resident, list);
+  ListWriter missing(p.missing, list), resident(p.resident, list);
   if (slot < 0) return;
-  const bool persistent = IsPersistent(t, head), whole = p.whole && !persistent;
-  if (p.forget && !persistent) ForgetPlaces(t, slot, head);
   const int32_t newest = p.positions[r] / p.unit_tokens;
   int32_t* places = p.places + list * p.resident.capacity;
   const int32_t* selected = p.selected.units + list * p.selected.capacity;
@@ -25,21 +21,10 @@ void SplitList(const SplitParams& p, int64_t list) {
       missing.Add(unit);
       continue;
     }
-    if (newest - unit >= t.ring && !persistent) {
-      TableRow(t.places, slot, place, head)[1] = p.positions[r];
-    }
-    if (!whole) places[resident.Add(unit)] = place;
+    if (newest - unit >= t.ring) TableRow(t.places, slot, place, head)[1] = p.positions[r];
+    if (!p.whole) places[resident.Add(unit)] = place;
   }
-  if (!whole) return;
-  if (p.by_place) {
-    for (int32_t place = 0; place < t.count; ++place) {
-      const int32_t unit = place < t.ring ? newest - (newest - place + t.ring) % t.ring
-                                          : TableRow(t.places, slot, place, head)[0];
-      if (unit >= 0) places[resident.Add(unit)] = place;
-    }
-    return;
-  }
-  for (int32_t unit = 0; unit <= newest; ++unit) {
+  for (int32_t unit = 0; p.whole && unit <= newest; ++unit) {
     const int32_t place = PlaceOf(t, slot, head, newest, unit);
     if (place >= 0) places[resident.Add(unit)] = place;
   }

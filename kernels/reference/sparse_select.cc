@@ -213,13 +213,7 @@ void Split(const SplitParams& p, Worker worker) {
   for (int64_t list = mine.begin; list < mine.end; ++list) {
     const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
     std::vector<int32_t> resident, missing;
-    if (p.wanted != nullptr && p.wanted[list] == 0) {
-      PutList(p.missing, list, missing);
-      continue;
-    }
-    const bool persistent = IsPersistent(t, head), whole = p.whole && !persistent;
     if (slot >= 0) {
-      if (p.forget && !persistent) ForgetPlaces(t, slot, head);
       const int32_t newest = p.positions[r] / p.unit_tokens;
       for (int32_t unit : ListOf(p.selected, list)) {
         const int32_t place = PlaceOf(t, slot, head, newest, unit);
@@ -227,18 +221,11 @@ void Split(const SplitParams& p, Worker worker) {
           missing.push_back(unit);
           continue;
         }
-        if (newest - unit >= t.ring && !persistent) {
-          TableRow(t.places, slot, place, head)[1] = p.positions[r];
-        }
-        if (!whole) resident.push_back(unit);
+        if (newest - unit >= t.ring) TableRow(t.places, slot, place, head)[1] = p.positions[r];
+        if (!p.whole) resident.push_back(unit);
       }
-      for (int32_t unit = 0; whole && unit <= newest; ++unit) {
+      for (int32_t unit = 0; p.whole && unit <= newest; ++unit) {
         if (PlaceOf(t, slot, head, newest, unit) >= 0) resident.push_back(unit);
-      }
-      if (whole && p.by_place) {
-        std::sort(resident.begin(), resident.end(), [&](int32_t a, int32_t b) {
-          return PlaceOf(t, slot, head, newest, a) < PlaceOf(t, slot, head, newest, b);
-        });
       }
       if (std::ssize(resident) > p.resident.capacity) KernelCheckFailed("split: no room");
       for (size_t i = 0; i < resident.size(); ++i) {

@@ -170,6 +170,9 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   o.hgca.window_tokens = static_cast<int>(config.hgca_window_tokens());
   o.hgca.beta = static_cast<float>(config.hgca_beta());
   o.hgca.alpha = static_cast<float>(config.hgca_alpha());
+  o.clo.persistent_share = config.clo_persistent_share();
+  o.clo.similarity = static_cast<float>(config.clo_similarity());
+  o.clo.budget_divisor = static_cast<int>(config.clo_budget_divisor());
   o.ess.sparse_memory_ratio = config.ess_sparse_memory_ratio();
   o.ess.least_places = static_cast<int>(config.ess_least_places());
   o.ess.divide_places = config.ess_divide_places();

@@ -7,7 +7,7 @@ import pytest
 from support.nodes import (BIN, DEVICE, ENVIRONMENT, SLUICE, TIMEOUT_S, TINY, Node, matching_steps, run,
                            sluice_json)
 
-POLICIES = ["scout", "recall", "hgca"]
+POLICIES = ["scout", "recall", "hgca", "clo"]
 # Tokens may differ where the golden margin is no more than this (test_parity.py, tests/parity/parity_support.h).
 MARGIN = 0.15 if DEVICE == "cuda" else 0.1
 

@@ -151,7 +151,11 @@ void TestBring(const KernelTable& path, Random& random) {
     const int32_t blocks = (c.tokens + kBlockTokens - 1) / kBlockTokens;
     const int32_t place_blocks = (c.places + kBlockTokens - 1) / kBlockTokens;
     const Guarded<int32_t> home_pages = ShuffledPages(kSlots, blocks, 1, random);
-    const Guarded<int32_t> pages = ShuffledPages(kSlots, place_blocks, 1, random);
+    // Blocks of places by head in every other case.
+    const bool by_head = (&c - kCases) % 2 == 1;
+    const int32_t stride = by_head ? place_blocks * kKvHeads : place_blocks;
+    const Guarded<int32_t> pages = ShuffledPages(kSlots, stride, 1, random);
+    const Guarded<int32_t> heads = BufferOf<int32_t>({0, 2 * place_blocks, place_blocks});
     Guarded<float> scores(int64_t{kLists} * c.tokens);
     Guarded<int32_t> wanted(kLists), listed(kLists);
     for (int step = 0; step < c.steps; ++step) {
@@ -193,7 +197,8 @@ void TestBring(const KernelTable& path, Random& random) {
         p.home.block_table = home_pages.data();
         p.home.table_stride = blocks;
         p.cache.block_table = pages.data();
-        p.cache.table_stride = place_blocks;
+        p.cache.table_stride = stride;
+        p.cache.head_tables = by_head ? heads.data() : nullptr;
         p.home.block_tokens = p.cache.block_tokens = kBlockTokens;
         p.home.kv_heads = p.cache.kv_heads = kKvHeads;
         p.source_units = t.sources.data();

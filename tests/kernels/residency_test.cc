@@ -17,7 +17,6 @@ struct ResidencyCase {
   int32_t max_selected;
   bool whole;
   bool every_row;  // `due` is null
-  bool forget = false;
 };
 
 constexpr int32_t kSlots = 4, kKvHeads = 2, kBlockTokens = 16, kHeadDim = 16, kMaxBlocks = 24;
@@ -30,8 +29,7 @@ const ResidencyCase kCases[] = {
     {"blocks, places for a few", kBlockTokens, 1, 3, 9, false, true},
     {"blocks, no places", kBlockTokens, 2, 2, 5, false, true},
     {"tokens", 1, 2 * kBlockTokens, 5 * kBlockTokens, 40, false, true},
-    {"tokens, fetched anew in every step", 1, kBlockTokens, 6 * kBlockTokens, 70, false, true,
-     true},
+    {"tokens, many places", 1, kBlockTokens, 6 * kBlockTokens, 70, false, true},
     {"tokens, whole", 1, kBlockTokens, 4 * kBlockTokens, 60, true, false},
 };
 
@@ -100,8 +98,7 @@ class World {
                            .rows = kRows,
                            .kv_heads = kKvHeads,
                            .unit_tokens = c.unit_tokens,
-                           .whole = c.whole,
-                           .forget = c.forget};
+                           .whole = c.whole};
     RunWorkers(path.split, p, workers);
   }
 
@@ -333,7 +330,6 @@ void RunTraffic(const KernelTable& table, const ResidencyCase& c, int steps, Ran
       }
     };
     sound(before);
-    if (c.forget) before.assign(before.size(), {});
     got.Split(table, in, out, 1 + step % 3);
     want.Split(Reference(), in, reference, 1);
     std::vector<std::map<int32_t, int32_t>> stamps(kRows * kKvHeads);

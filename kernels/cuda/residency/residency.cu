@@ -53,13 +53,12 @@ cudaError_t LaunchSplit(const SplitParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
-  // Entries that a block looks through: its list; the places, if they are forgotten or the ring
-  // is all; or the table of all units, however many there are.
-  const bool all_units =
-      p.whole && !p.forget && !p.by_place && p.residency.count > p.residency.ring;
-  const int64_t entries = all_units             ? kMaxThreads * kListStrip
-                          : p.whole || p.forget ? max(p.selected.capacity, p.residency.count)
-                                                : p.selected.capacity;
+  // Entries that a block looks through: its list; the ring, if that is all; or the table of all
+  // units, however many there are.
+  const bool all_units = p.whole && p.residency.count > p.residency.ring;
+  const int64_t entries = all_units ? kMaxThreads * kListStrip
+                          : p.whole ? max(p.selected.capacity, p.residency.count)
+                                    : p.selected.capacity;
   return LaunchKernel(SplitKernel, dim3(static_cast<unsigned>(p.rows * p.kv_heads)),
                       dim3(static_cast<unsigned>(ListThreads(entries))), 0, stream, p);
 }

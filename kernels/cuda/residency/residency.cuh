@@ -83,29 +83,17 @@ inline int ListThreads(int64_t entries) {
 __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32_t* totals) {
   const ListTables t(p.residency, p.slots, p.positions, list, p.kv_heads, p.unit_tokens);
   WaitForPriorKernels();
-  const bool wanted = p.wanted == nullptr || p.wanted[list] != 0;
-  if (t.slot < 0 || !wanted) {
-    if (threadIdx.x == 0) p.missing.counts[list] = 0;
-    if (threadIdx.x == 0 && wanted) p.resident.counts[list] = 0;
+  if (t.slot < 0) {
+    if (threadIdx.x == 0) p.missing.counts[list] = p.resident.counts[list] = 0;
     return;
   }
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-  // With p.forget nothing below reads these entries, so no barrier follows the stores.
-  const bool forget = p.forget && !t.persistent, whole = p.whole && !t.persistent;
-  for (int place = t.ring + thread; forget && place < t.count; place += threads) {
-    int32_t* const row = t.places.At(place);
-    const int unit = row[0];
-    if (unit < 0) continue;
-    *t.place_of.At(unit) = -1;
-    row[0] = -1;
-  }
   const int32_t* const selected = p.selected.units + int64_t{list} * p.selected.capacity;
   int32_t* const resident = p.resident.units + int64_t{list} * p.resident.capacity;
   int32_t* const resident_places = p.places + int64_t{list} * p.resident.capacity;
   int32_t* const missing = p.missing.units + int64_t{list} * p.missing.capacity;
   const auto place_of = [&](int unit) {
-    if (t.InRing(unit)) return unit % t.ring;
-    return t.persistent ? t.ring + unit : forget ? -1 : *t.place_of.At(unit);
+    return t.InRing(unit) ? unit % t.ring : *t.place_of.At(unit);
   };
 
   const int count = p.selected.counts[list];
@@ -122,10 +110,8 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
     for (int i = 0; i < kListStrip; ++i) {
       if (begin + i >= end) continue;
       place[i] = place_of(unit[i]);
-      mine += place[i] < 0 ? 0x10000u : whole ? 0u : 1u;
-      if (place[i] >= 0 && !t.persistent && !t.InRing(unit[i])) {
-        t.places.At(place[i])[1] = t.position;
-      }
+      mine += place[i] < 0 ? 0x10000u : p.whole ? 0u : 1u;
+      if (place[i] >= 0 && !t.InRing(unit[i])) t.places.At(place[i])[1] = t.position;
     }
     const BlockSum sum = ScanBlock(mine, totals);
     int resident_at = residents + static_cast<int>(sum.before & 0xFFFF);
@@ -138,7 +124,7 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
       if (begin + i >= end) continue;
       if (place[i] < 0) {
         missing[missing_at++] = unit[i];
-      } else if (!whole) {
+      } else if (!p.whole) {
         resident[resident_at] = unit[i];
         resident_places[resident_at++] = place[i];
       }
@@ -146,25 +132,14 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
   }
   // Lists every unit that has a place. If only the ring's units have one, it looks through the
   // ring alone.
-  const bool ring_only = forget || t.ring == t.count;
-  const int begin_all = p.by_place || !ring_only ? 0 : max(0, t.newest - t.ring + 1);
-  const int end_all = !p.by_place ? t.newest + 1 : ring_only ? t.ring : t.count;
-  for (int first = begin_all; whole && first < end_all; first += threads * kTableStrip) {
+  const int begin_all = t.ring == t.count ? max(0, t.newest - t.ring + 1) : 0;
+  for (int first = begin_all; p.whole && first <= t.newest; first += threads * kTableStrip) {
     const int begin = first + thread * kTableStrip;
-    int unit[kTableStrip], place[kTableStrip];
+    int place[kTableStrip];
     uint32_t mine = 0;
 #pragma unroll
     for (int i = 0; i < kTableStrip; ++i) {
-      const int at = begin + i;
-      unit[i] = place[i] = -1;
-      if (at >= end_all) continue;
-      if (!p.by_place) {
-        unit[i] = at;
-        place[i] = place_of(at);
-      } else {
-        unit[i] = at < t.ring ? t.UnitInRing(at) : t.places.At(at)[0];
-        place[i] = unit[i] < 0 ? -1 : at;
-      }
+      place[i] = begin + i <= t.newest ? place_of(begin + i) : -1;
       mine += place[i] < 0 ? 0 : 1;
     }
     const BlockSum sum = ScanBlock(mine, totals);
@@ -174,7 +149,7 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
 #pragma unroll
     for (int i = 0; i < kTableStrip; ++i) {
       if (place[i] < 0) continue;
-      resident[at] = unit[i];
+      resident[at] = begin + i;
       resident_places[at++] = place[i];
     }
   }

@@ -29,8 +29,7 @@ absl::StatusOr<std::unique_ptr<Program>> RecordCudaProgram(
   SLUICE_ASSIGN_OR_RETURN(cudaGraph_t graph, stream.Capture(enqueue));
   cudaGraphExec_t exec = nullptr;
   // Kernels of branches go before those of the stream, as their streams' priorities say.
-  cudaError_t error =
-      cudaGraphInstantiate(&exec, graph, cudaGraphInstantiateFlagUseNodePriority);
+  cudaError_t error = cudaGraphInstantiate(&exec, graph, cudaGraphInstantiateFlagUseNodePriority);
   cudaGraphDestroy(graph);
   if (error == cudaSuccess) error = cudaGraphUpload(exec, stream.handle());
   if (error != cudaSuccess) {
