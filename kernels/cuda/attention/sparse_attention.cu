@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     PublishBarriers();
     __syncwarp();
   }
-  WaitForPriorKernels();  // kernels write the lists
+  WaitForPriorKernels();                                   // kernels write the lists
   if (p.wanted != nullptr && p.wanted[list] == 0) return;  // so does every block of the cluster
 
   // Slice i of this warp begins with list token first + i * kStep. This lane looks up token lane

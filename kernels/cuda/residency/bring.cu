@@ -2,10 +2,11 @@
 // parts). Lists that select are taken first, each by the next cluster that is free; the others are
 // only listed, a block each.
 //
-// Bytes: 4 a token of scores, 4 of its place if it is selected, 8 to 16 a place. The time is that
-// of dependent loads and of some eight barriers of a cluster: the scores, their places, the units
-// that get places. As four operators in turn it was that of each one's launch, arguments, lists and
-// tables besides, and beside products, which keep memory busy, each such load takes microseconds.
+// Bytes: 4 a token of scores, 4 of its place if it is selected, 8 to 16 a place: 1 us for 14 rows
+// of 32K of which one list in five selects, where the operator takes 47 on an H200. The time is
+// that of dependent loads and of some eight barriers of a cluster (README.md has it by parts). As
+// four operators in turn it was that of each one's launch, arguments, lists and tables besides, and
+// beside products, which keep memory busy, each such load takes microseconds.
 #include "kernels/cuda/residency/bring_job.cuh"
 
 #include "kernels/cuda/common/launch.cuh"
