@@ -144,12 +144,18 @@ cudaError_t LaunchBring(const BringParams& p, cudaStream_t stream) {
     blocks /= 2;
   }
   const int lists = s.rows * s.kv_heads;
-  // A cluster for every list, or for every other one where some may not be wanted.
+  // A cluster for every list, or for every other one where some may not be wanted, unless the
+  // arrays of so few blocks would not fit.
   const int expected = s.wanted == nullptr ? lists : (lists + 1) / 2;
   while (blocks > 1 && kBlocksPerSm * processors / blocks < expected) blocks /= 2;
-  const BringRuns runs(s.score_stride, places, blocks);
-  const int rest = BringArrays::Bytes(runs.tokens, runs.places, 0);
+  const auto bytes_without_keys = [&](int of_blocks) {
+    const BringRuns of_list(s.score_stride, places, of_blocks);
+    return BringArrays::Bytes(of_list.tokens, of_list.places, 0);
+  };
+  while (blocks < kMaxBlocks && bytes_without_keys(blocks) > kMaxShared / kBlocksPerSm) blocks *= 2;
+  const int rest = bytes_without_keys(blocks);
   if (rest > kMaxShared) return cudaErrorInvalidValue;
+  const BringRuns runs(s.score_stride, places, blocks);
   const int room = min(min(runs.tokens, kKeptScores), (kMaxShared - rest) / 4);
   const auto bytes = static_cast<size_t>(BringArrays::Bytes(runs.tokens, runs.places, room));
   const int clusters = min(lists, max(kBlocksPerSm * processors / blocks, 1));

@@ -283,6 +283,7 @@ class BringJob {
   }
 
   __device__ static int BitsOf(uint32_t most) { return 32 - __clz(static_cast<int>(most)); }
+
   // Returns the token of the run below which those that equal the cut are selected.
   __device__ int TieOf(const SelectCut& cut) {
     if (cut.equals <= cut.earlier_equal) return 0;
@@ -338,7 +339,6 @@ class BringJob {
 
   // Learns how many tokens every block selects, and how many of them miss.
   __device__ void Tell() {
-    const int lane = thread % 32;
     const uint4 counted = lane < blocks ? WordsOf(shared.counted, lane, blocks) : uint4{0, 0, 0, 0};
     chosen = Sum(counted.x);
     misses = Sum(counted.y);
