@@ -89,6 +89,9 @@ Config TinyNode() {
   config.set_hgca_window_tokens(64);
   config.set_hgca_beta(1);
   config.set_hgca_alpha(0.3);
+  config.set_clo_persistent_share(0.2);
+  config.set_clo_similarity(0.95);
+  config.set_clo_budget_divisor(10);
   config.set_recall_margin(4.5);
   config.set_scout_share_limit(0.12);
   config.set_policy_worker_deadline_seconds(1);
@@ -115,7 +118,7 @@ TEST_CASE("the plan asks for what a node asks for") {
   CHECK(plan->max_context == 700);
   CHECK(plan->layout.layers == (*model)->cache_layout().layers);
   // Every policy but full has its own footprint: sparse ones take less HBM for long contexts.
-  REQUIRE(plan->policies.size() == 3);
+  REQUIRE(plan->policies.size() == 4);
   for (const PlanInput::Policy& policy : plan->policies) {
     INFO(policy.name << ": " << policy.status);
     CHECK(policy.status.ok());
@@ -147,7 +150,8 @@ TEST_CASE("the plan asks for what a node asks for") {
     config.set_max_sequences(50);
     const auto more = PlanOf(config);
     REQUIRE(more.ok());
-    CHECK(more->batch_bytes > 5 * with->batch_bytes);
+    // The hash matrices of clo do not grow.
+    CHECK(more->batch_bytes > (policy.name == "clo" ? 3 : 5) * with->batch_bytes);
     CHECK(more->pinned_bytes > with->pinned_bytes);
   }
 }
@@ -334,8 +338,9 @@ TEST_CASE("a policy whose transfers cannot address the host KV cache is refused 
   REQUIRE(plan.ok());
   for (const PlanInput::Policy& policy : plan->policies) {
     INFO(policy.name << ": " << policy.status);
-    CHECK(policy.status.ok() == (policy.name != "recall"));
-    if (policy.name == "recall") {
+    const bool of_tokens = policy.name == "recall" || policy.name == "clo";
+    CHECK(policy.status.ok() == !of_tokens);
+    if (of_tokens) {
       CHECK_THAT(std::string(policy.status.message()), Catch::StartsWith("dram_bytes: "));
     }
   }
