@@ -25,7 +25,8 @@ struct BringCase {
   int32_t alike = 0;  // scores of so many values; 0: any
   int steps = 3;
   int32_t rows = kRows;
-  bool slow = false;  // the reference is slow: one path of the CPU runs it
+  int32_t copies = 1;  // of the rows, each with sequences of its own
+  bool slow = false;   // the reference is slow: one path of the CPU runs it
 };
 
 const BringCase kCases[] = {
@@ -47,14 +48,24 @@ const BringCase kCases[] = {
     {"scores alike, what was selected", 20000, 32 + 2000, 64, 10, false, false, false, true,
      std::numeric_limits<float>::infinity(), 7},
     {"thousands of places", 40000, 32 + 12000, 64, 10, true, false, false, true,
-     std::numeric_limits<float>::infinity(), 0, 2, 2, true},
+     std::numeric_limits<float>::infinity(), 0, 2, 2, 1, true},
+    {"many lists of many places", 20000, 32 + 14000, 64, 10, true, false, false, false,
+     std::numeric_limits<float>::infinity(), 0, 2, kRows, 12, true},
     {"half a million tokens", 530000, 32 + 60000, 64, 10, true, false, true, false,
-     std::numeric_limits<float>::infinity(), 0, 1, 1, true},
+     std::numeric_limits<float>::infinity(), 0, 1, 1, 1, true},
 };
 
+int32_t SlotsOf(const BringCase& c) { return kSlots * c.copies; }
+int32_t RowsOf(const BringCase& c) { return c.rows * c.copies; }
+int32_t ListsOf(const BringCase& c) { return kLists * c.copies; }
+int32_t SlotOf(int32_t row) {
+  const int32_t slot = kRowSlots[row % kRows];
+  return slot < 0 ? -1 : slot + row / kRows * kSlots;
+}
+
 // Returns the position of a slot's row in the first step.
-int32_t FirstPosition(const BringCase& c, int32_t slot) {
-  const int32_t last = c.tokens - c.steps;
+int32_t FirstPosition(const BringCase& c, int32_t of_slot) {
+  const int32_t last = c.tokens - c.steps, slot = of_slot % kSlots;
   return slot == kRowSlots[0]   ? last
          : slot == kRowSlots[2] ? std::max(last / 3, 40)
                                 : std::max(last / 2, 45);
@@ -63,18 +74,18 @@ int32_t FirstPosition(const BringCase& c, int32_t slot) {
 struct Tables {
   Tables(const BringCase& c, uint64_t seed)
       : random(seed),
-        place_of(kSlots, c.tokens, 200, 1, kKvHeads, random),
-        places(kSlots, c.places, 150, 2, kKvHeads, random),
+        place_of(SlotsOf(c), c.tokens, 200, 1, kKvHeads, random),
+        places(SlotsOf(c), c.places, 150, 2, kKvHeads, random),
         persistent(BufferOf<int32_t>({0, c.persistent ? 1 : 0, 0})),
-        counters(kSlots),
-        resident(kLists, std::max(c.places, std::max(c.k, c.tokens / 3 + kRing))),
-        of_resident(kLists * int64_t{resident.view.capacity}),
+        counters(SlotsOf(c)),
+        resident(ListsOf(c), std::max(c.places, std::max(c.k, c.tokens / 3 + kRing))),
+        of_resident(ListsOf(c) * int64_t{resident.view.capacity}),
         moves(std::max(c.k, c.divisor > 0 ? c.tokens / c.divisor : 0)),
-        sources(kLists * moves),
-        targets(kLists * moves),
-        counts(kLists) {
+        sources(int64_t{ListsOf(c)} * moves),
+        targets(int64_t{ListsOf(c)} * moves),
+        counts(ListsOf(c)) {
     for (SparseCounters& counter : counters) counter = {};
-    for (int32_t slot = 0; slot < kSlots; ++slot) {
+    for (int32_t slot = 0; slot < SlotsOf(c); ++slot) {
       for (int32_t head = 0; head < kKvHeads; ++head) {
         std::vector<int32_t> units(static_cast<size_t>(
             std::max(std::min(FirstPosition(c, slot), c.tokens) - kRing + 2, 0)));
@@ -111,7 +122,7 @@ void CheckEqual(const BringCase& c, const Tables& got, const Tables& want, bool 
         "");
   CHECK(std::ranges::equal(got.place_of.data.span(), want.place_of.data.span()));
   CHECK(std::ranges::equal(got.places.data.span(), want.places.data.span()));
-  for (int32_t slot = 0; slot < kSlots; ++slot) {
+  for (int32_t slot = 0; slot < SlotsOf(c); ++slot) {
     CHECK(got.counters[slot].steps == want.counters[slot].steps);
     CHECK(got.counters[slot].selected == want.counters[slot].selected);
     CHECK(got.counters[slot].missing == want.counters[slot].missing);
@@ -119,7 +130,7 @@ void CheckEqual(const BringCase& c, const Tables& got, const Tables& want, bool 
     CHECK(got.counters[slot].held == want.counters[slot].held);
     CHECK(got.counters[slot].recalls == want.counters[slot].recalls);
   }
-  for (int64_t list = 0; list < c.rows * kKvHeads; ++list) {
+  for (int64_t list = 0; list < RowsOf(c) * kKvHeads; ++list) {
     INFO("list " << list);
     REQUIRE(got.resident.counts[list] == want.resident.counts[list]);
     for (int64_t i = list * got.resident.view.capacity, n = 0; n < got.resident.counts[list];
@@ -145,32 +156,29 @@ void TestBring(const KernelTable& path, Random& random) {
     INFO(c.name);
     const uint64_t seed = random();
     Tables got(c, seed), want(c, seed);
-    const Guarded<int32_t> slots =
-        c.rows == 1 ? BufferOf<int32_t>({kRowSlots[0], -1, -1, -1})
-                    : BufferOf<int32_t>({kRowSlots[0], kRowSlots[1], kRowSlots[2], kRowSlots[3]});
+    Guarded<int32_t> slots(RowsOf(c)), positions(RowsOf(c));
+    for (int32_t row = 0; row < RowsOf(c); ++row) slots[row] = SlotOf(row);
     const int32_t blocks = (c.tokens + kBlockTokens - 1) / kBlockTokens;
     const int32_t place_blocks = (c.places + kBlockTokens - 1) / kBlockTokens;
-    const Guarded<int32_t> home_pages = ShuffledPages(kSlots, blocks, 1, random);
+    const Guarded<int32_t> home_pages = ShuffledPages(SlotsOf(c), blocks, 1, random);
     // Blocks of places by head in every other case.
     const bool by_head = (&c - kCases) % 2 == 1;
     const int32_t stride = by_head ? place_blocks * kKvHeads : place_blocks;
-    const Guarded<int32_t> pages = ShuffledPages(kSlots, stride, 1, random);
+    const Guarded<int32_t> pages = ShuffledPages(SlotsOf(c), stride, 1, random);
     const Guarded<int32_t> heads = BufferOf<int32_t>({0, 2 * place_blocks, place_blocks});
-    Guarded<float> scores(int64_t{kLists} * c.tokens);
-    Guarded<int32_t> wanted(kLists), listed(kLists);
+    Guarded<float> scores(int64_t{ListsOf(c)} * c.tokens);
+    Guarded<int32_t> wanted(ListsOf(c)), listed(ListsOf(c));
     for (int step = 0; step < c.steps; ++step) {
-      const auto position = [&](int32_t row) {
-        return kRowSlots[row] < 0 ? 0 : FirstPosition(c, kRowSlots[row]) + step;
-      };
-      const Guarded<int32_t> positions =
-          BufferOf<int32_t>({position(0), position(1), position(2), position(3)});
+      for (int32_t row = 0; row < RowsOf(c); ++row) {
+        positions[row] = slots[row] < 0 ? 0 : FirstPosition(c, slots[row]) + step;
+      }
       for (float& score : scores) {
         const double value = std::ldexp(static_cast<double>(random() >> 11), -53) * 2 - 1;
         score = c.alike > 0 ? static_cast<float>(random() % static_cast<uint64_t>(c.alike))
                             : static_cast<float>(value);
         if (random() % 256 == 0) score = std::numeric_limits<float>::quiet_NaN();
       }
-      for (int32_t list = 0; list < kLists; ++list) {
+      for (int32_t list = 0; list < ListsOf(c); ++list) {
         listed[list] = !c.some || random() % 4 != 0 ? 1 : 0;
         wanted[list] = listed[list] != 0 && random() % 2 == 0 ? 1 : 0;
       }
@@ -180,7 +188,7 @@ void TestBring(const KernelTable& path, Random& random) {
         p.select.score_stride = c.tokens;
         p.select.slots = slots.data();
         p.select.positions = positions.data();
-        p.select.rows = c.rows;
+        p.select.rows = RowsOf(c);
         p.select.kv_heads = kKvHeads;
         p.select.unit_tokens = 1;
         p.select.k = c.k;
