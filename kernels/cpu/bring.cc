@@ -1,29 +1,10 @@
 // Bring, for every path. A worker takes whole lists.
+#include <algorithm>
+
 #include "kernels/cpu/residency_tables.h"
 
 namespace sluice::kernels::cpu {
 namespace {
-
-void SortAscending(int32_t* values, int32_t count) {
-  // A heap sort, since kernels do without the library.
-  const auto sink = [&](int32_t at, int32_t end) {
-    const int32_t value = values[at];
-    for (int32_t child = 2 * at + 1; child < end; child = 2 * at + 1) {
-      if (child + 1 < end && values[child] < values[child + 1]) ++child;
-      if (values[child] <= value) break;
-      values[at] = values[child];
-      at = child;
-    }
-    values[at] = value;
-  };
-  for (int32_t i = count / 2 - 1; i >= 0; --i) sink(i, count);
-  for (int32_t end = count - 1; end > 0; --end) {
-    const int32_t largest = values[0];
-    values[0] = values[end];
-    values[end] = largest;
-    sink(0, end);
-  }
-}
 
 struct List {
   const BringParams& p;
@@ -66,7 +47,7 @@ struct List {
     int32_t *sources = moves_of(p.source_units), *targets = moves_of(p.target_units);
     PlaceHeap heap(p.places + list * p.resident.capacity, targets, missing);
     OfferPlaces(t, slot, head, position, &heap);
-    SortAscending(targets, heap.count());
+    std::sort(targets, targets + heap.count());
     for (int32_t i = 0; i < heap.count(); ++i) {
       Assign(t, slot, head, targets[i], sources[i], position);
       sources[i] = PieceIndex(p.home, slot, head, sources[i], 1);

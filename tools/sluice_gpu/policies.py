@@ -249,8 +249,8 @@ PARTS: dict[str, list[AnyRun]] = {
                   dram_gib=24)],
     # HBM for six sequences of 32K: clo's largest batches beside its baselines', with persistent heads and without.
     "clo32k": [HeadsRun("heads", 32768),
-               _clo("32k", ("full", "lru", "clo", "clo:persistent=0.2", "clo:persistent=0.3", "clo:persistent=0.3:ahead=1"), 32768, most=20,
-                    full_sequences=6.6)],
+               _clo("32k", ("full", "lru", "clo", "clo:persistent=0.2", "clo:persistent=0.3",
+                            "clo:persistent=0.3:ahead=1"), 32768, most=20, full_sequences=6.6)],
     # Each row beside the first differs by one form or setting.
     "clo-forms": [HeadsRun("heads", 32768),
                   _clo("forms-32k", ("clo", "clo:replace=1", "clo:mover=1", "clo:persistent=0.2", "clo-paper", "lru",

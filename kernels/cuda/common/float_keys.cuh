@@ -1,6 +1,7 @@
 // Floats as unsigned integers that sort in the same order.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 namespace sluice::kernels::cuda {
@@ -13,5 +14,8 @@ __device__ __forceinline__ uint32_t KeyOf(float v) {
 __device__ __forceinline__ float FloatOf(uint32_t key) {
   return __uint_as_float(key ^ (static_cast<int32_t>(key) < 0 ? 0x80000000u : 0xFFFFFFFFu));
 }
+
+// Returns a key by which the best score is least. NaN counts as -inf.
+__device__ __forceinline__ uint32_t RankKey(float score) { return ~KeyOf(fmaxf(score, -INFINITY)); }
 
 }  // namespace sluice::kernels::cuda

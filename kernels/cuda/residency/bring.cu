@@ -1,6 +1,6 @@
 // Bring: a cluster of up to 8 thread blocks selects for a list and gives places (bring.cuh has the
-// parts). Lists that select are taken first, each by the next cluster that is free; the others are
-// only listed, a block each.
+// parts). Lists that select are taken first, by the clusters in turn; the others are only listed, a
+// block each.
 //
 // Bytes: 4 a token of scores, 4 of its place if it is selected, 8 to 16 a place: 1 us for 14 rows
 // of 32K of which one list in five selects, where the operator takes 47 on an H200. The time is
@@ -113,10 +113,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-bool IsTable(const PagedRows& rows, int dim) {
-  return rows.dim == dim && rows.rows_per_page >= 1 && rows.type == DType::kFloat32;
-}
-
 }  // namespace
 
 cudaError_t LaunchBring(const BringParams& p, cudaStream_t stream) {
@@ -124,8 +120,8 @@ cudaError_t LaunchBring(const BringParams& p, cudaStream_t stream) {
   const TopKParams& s = p.select;
   const int places = t.count - t.ring;
   if (s.rows < 0 || s.kv_heads < 1 || s.unit_tokens != 1 || s.first_units < 0 || s.last_units < 0 ||
-      s.k < 1 || s.k < s.first_units + s.last_units || t.ring < 0 || places < 0 ||
-      places > kMaxBringPlaces || !IsTable(t.place_of, 1) || !IsTable(t.places, 2)) {
+      s.k < 1 || s.k < s.first_units + s.last_units || !IsResidency(t) ||
+      places > kMaxBringPlaces) {
     return cudaErrorInvalidValue;
   }
   if (s.rows == 0) return cudaSuccess;

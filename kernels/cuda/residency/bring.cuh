@@ -77,11 +77,8 @@ struct BringArrays {
   }
 };
 
-// Returns a key by which the best score is least. NaN counts as -inf. No score has key 0.
-__device__ __forceinline__ uint32_t BringKey(float score) {
-  return ~KeyOf(fmaxf(score, -INFINITY));
-}
-inline constexpr uint32_t kWorstKey = 0xFF800000u;  // of -inf
+inline constexpr uint32_t kWorstKey = 0xFF800000u;  // RankKey of -inf
+// Returns the score of a RankKey. No score has key 0.
 __device__ __forceinline__ float ScoreOf(uint32_t key) { return FloatOf(~key); }
 
 // Where a selection ends: tokens whose rank (RankOf) is below it are selected. No two tokens of a
@@ -113,7 +110,7 @@ struct TokenKeys {
     return i < forced_below || i >= forced_from;
   }
   __device__ __forceinline__ uint32_t Raw(int i) const {
-    return i < kept_count ? kept[i] : BringKey(__ldcg(scores + i));
+    return i < kept_count ? kept[i] : RankKey(__ldcg(scores + i));
   }
   __device__ __forceinline__ uint32_t At(int i) const {
     return Forced(i) ? 0 : range.KeyOf(Raw(i));
@@ -145,13 +142,6 @@ struct PlaceKeys {
     return static_cast<uint32_t>(entry.y) - static_cast<uint32_t>(oldest) + 1;
   }
 };
-
-// Reads four words of a block's shared memory. `at` is their address in this block.
-__device__ __forceinline__ uint4 WordsOf(const uint32_t* at, int block, int blocks) {
-  if (blocks == 1) return *reinterpret_cast<const uint4*>(at);
-  const float4 v = LoadFromBlock(SharedAddress(at), block);
-  return {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)};
-}
 
 __device__ __forceinline__ uint64_t LongWordOf(const uint64_t* at, int block, int blocks) {
   if (blocks == 1) return *at;

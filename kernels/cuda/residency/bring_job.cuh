@@ -119,7 +119,7 @@ class BringJob {
       for (int j = 0; j < kBringAtOnce; ++j) {
         const int i = from + j * kBringThreads;
         if (i >= keys.kept_count) continue;
-        a.keys[i] = BringKey(loaded[j]);
+        a.keys[i] = RankKey(loaded[j]);
         take(i, a.keys[i]);
       }
     }
@@ -140,8 +140,8 @@ class BringJob {
     }
     MeetBlocks(blocks);
     const uint4 none = {kNeverSelected, kNeverSelected, 0, 0xFFFFFFFFu};
-    const uint4 told = lane < blocks ? WordsOf(shared.told, lane, blocks) : none;
-    const uint32_t told_newest = lane < blocks ? WordsOf(shared.told + 4, lane, blocks).x : 0;
+    const uint4 told = lane < blocks ? ReadBlock(shared.told, lane, blocks) : none;
+    const uint32_t told_newest = lane < blocks ? ReadBlock(shared.told + 4, lane, blocks).x : 0;
     best = __reduce_min_sync(kAllLanes, told.x);
     keys.range.low = __reduce_min_sync(kAllLanes, told.y);
     worst = ScoreOf(__reduce_max_sync(kAllLanes, told.z));
@@ -181,7 +181,7 @@ class BringJob {
         a.entries[i] = entry[j];
         if (entry[j].x < 0) continue;
         const bool forced = keys.Forced(entry[j].x - first_token);
-        a.place_keys[i] = forced ? 0 : BringKey(score[j]);
+        a.place_keys[i] = forced ? 0 : RankKey(score[j]);
         // Stamps as unsigned numbers of the same order.
         oldest = min(oldest, static_cast<uint32_t>(entry[j].y) ^ 0x80000000u);
         newest = max(newest, static_cast<uint32_t>(entry[j].y) ^ 0x80000000u);
@@ -210,7 +210,7 @@ class BringJob {
     if (thread < kScoreBins / 4) {
 #pragma unroll 8
       for (int block = 0; block < blocks; ++block) {
-        const uint4 v = WordsOf(shared.score_bins + 4 * thread, block, blocks);
+        const uint4 v = ReadBlock(shared.score_bins + 4 * thread, block, blocks);
         bins[0] += v.x, bins[1] += v.y, bins[2] += v.z, bins[3] += v.w;
       }
     }
@@ -245,7 +245,7 @@ class BringJob {
   // block looks for it among its own, a warp to a rank.
   __device__ Cut RankNear(int number) {
     const int of_lane =
-        lane < blocks ? static_cast<int>(WordsOf(shared.near_counts, lane, blocks).x) : 0;
+        lane < blocks ? static_cast<int>(ReadBlock(shared.near_counts, lane, blocks).x) : 0;
     const int all = __reduce_add_sync(kAllLanes, of_lane);
     constexpr int kWarps = kBringThreads / 32;
     const int block = warp % blocks;  // the number of blocks is a power of two
@@ -278,7 +278,7 @@ class BringJob {
     MeetBlocks(blocks);
     for (int i = thread; i < 3 * kSelectBins; i += kBringThreads)
       (&shared.select.bins[0][0])[i] = 0;
-    const uint32_t told = lane < blocks ? WordsOf(shared.told + 4, lane, blocks).y : 0;
+    const uint32_t told = lane < blocks ? ReadBlock(shared.told + 4, lane, blocks).y : 0;
     return RankOf(cut.below, static_cast<int>(__reduce_max_sync(kAllLanes, told)));
   }
 
@@ -339,7 +339,8 @@ class BringJob {
 
   // Learns how many tokens every block selects, and how many of them miss.
   __device__ void Tell() {
-    const uint4 counted = lane < blocks ? WordsOf(shared.counted, lane, blocks) : uint4{0, 0, 0, 0};
+    const uint4 counted =
+        lane < blocks ? ReadBlock(shared.counted, lane, blocks) : uint4{0, 0, 0, 0};
     chosen = Sum(counted.x);
     misses = Sum(counted.y);
   }
@@ -421,6 +422,15 @@ class BringJob {
     }
   }
 
+  // Counts the bits that are set among `bits` of this block's, and learns how many every block has.
+  __device__ Counts CountListed(const uint32_t* words, int bits, uint32_t* before) {
+    __syncthreads();
+    const int own = CountBits(words, (bits + 31) / 32, before, shared.select.totals);
+    if (thread == 0) shared.counted[2] = static_cast<uint32_t>(own);
+    MeetBlocks(blocks);
+    return Sum(lane < blocks ? ReadBlock(shared.counted, lane, blocks).z : 0);
+  }
+
   // Lists every token that has a place, in the order of places.
   __device__ void ListPlaces() {
     __syncthreads();
@@ -431,12 +441,7 @@ class BringJob {
       const int word = from / 32 + warp;
       if (lane == 0 && word * 32 < places.count) a.held[word] = held;
     }
-    __syncthreads();
-    const int held =
-        CountBits(a.held, (places.count + 31) / 32, a.before_held, shared.select.totals);
-    if (thread == 0) shared.counted[2] = static_cast<uint32_t>(held);
-    MeetBlocks(blocks);
-    const Counts listed = Sum(lane < blocks ? WordsOf(shared.counted, lane, blocks).z : 0);
+    const Counts listed = CountListed(a.held, places.count, a.before_held);
     const int of_ring = min(t.ring, tokens);
     const int64_t first = int64_t{list} * p.resident.capacity;
     int32_t* const units = p.resident.units + first;
@@ -472,12 +477,7 @@ class BringJob {
         if (lane == 0 && word * 32 < keys.count) a.selected[word] = of_held;
       }
     }
-    __syncthreads();
-    const int held =
-        CountBits(a.selected, (keys.count + 31) / 32, a.before_selected, shared.select.totals);
-    if (thread == 0) shared.counted[2] = static_cast<uint32_t>(held);
-    MeetBlocks(blocks);
-    const Counts listed = Sum(lane < blocks ? WordsOf(shared.counted, lane, blocks).z : 0);
+    const Counts listed = CountListed(a.selected, keys.count, a.before_selected);
     const int64_t first = int64_t{list} * p.resident.capacity;
     if (listed.all > p.resident.capacity) __trap();
     for (int i = thread; i < keys.count; i += kBringThreads) {

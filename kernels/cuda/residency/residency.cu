@@ -39,13 +39,6 @@ __global__ void __launch_bounds__(kMaxThreads)
   RetainList(p, static_cast<int>(blockIdx.x), row_words, best);
 }
 
-bool IsTable(const PagedRows& rows, int dim) {
-  return rows.dim == dim && rows.rows_per_page >= 1 && rows.type == DType::kFloat32;
-}
-bool IsResidency(const ResidencyTable& t) {
-  return t.ring >= 0 && t.count >= t.ring && IsTable(t.place_of, 1) && IsTable(t.places, 2);
-}
-
 }  // namespace
 
 cudaError_t LaunchSplit(const SplitParams& p, cudaStream_t stream) {

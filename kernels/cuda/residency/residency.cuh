@@ -79,6 +79,14 @@ inline int ListThreads(int64_t entries) {
   return static_cast<int>(32 * (warps < 2 ? 2 : warps > 16 ? 16 : warps));
 }
 
+inline bool IsTable(const PagedRows& rows, int dim) {
+  return rows.dim == dim && rows.rows_per_page >= 1 && rows.type == DType::kFloat32;
+}
+// Returns whether the tables are as the kernels read them.
+inline bool IsResidency(const ResidencyTable& t) {
+  return t.ring >= 0 && t.count >= t.ring && IsTable(t.place_of, 1) && IsTable(t.places, 2);
+}
+
 // Splits list `list` of the row. `totals` is the scratch of ScanBlock.
 __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32_t* totals) {
   const ListTables t(p.residency, p.slots, p.positions, list, p.kv_heads, p.unit_tokens);

@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kUpdateThreads)
   }
 }
 
-bool IsTable(const PagedRows& rows, int dim) {
-  return rows.dim == dim && rows.rows_per_page >= 1 && rows.type == DType::kFloat32 &&
+bool IsAlignedTable(const PagedRows& rows, int dim) {
+  return IsTable(rows, dim) &&
          (reinterpret_cast<uintptr_t>(rows.base) | static_cast<uintptr_t>(rows.page_bytes)) %
                  (static_cast<uintptr_t>(dim) * 4) ==
              0;
@@ -80,8 +80,9 @@ bool IsTable(const PagedRows& rows, int dim) {
 cudaError_t LaunchUpdateResidency(const UpdateResidencyParams& p, cudaStream_t stream) {
   if (p.rows < 0 || p.ahead < 0 || (p.whole != nullptr && (p.forget || p.ahead > kUpdateThreads)) ||
       p.selected.capacity < 1 || p.selected.capacity > UINT16_MAX || p.residency.ring != 0 ||
-      p.residency.count < 0 || !IsTable(p.residency.place_of, 1) ||
-      !IsTable(p.residency.places, 2) || p.home.block_tokens < 1 || p.pool.block_tokens < 1) {
+      p.residency.count < 0 || !IsAlignedTable(p.residency.place_of, 1) ||
+      !IsAlignedTable(p.residency.places, 2) || p.home.block_tokens < 1 ||
+      p.pool.block_tokens < 1) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;

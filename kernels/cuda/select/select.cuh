@@ -39,6 +39,13 @@ __device__ __forceinline__ void MeetBlocks(int blocks) {
   }
 }
 
+// Reads four words of a block's shared memory. `at` is their address in this block.
+__device__ __forceinline__ uint4 ReadBlock(const uint32_t* at, int block, int blocks) {
+  if (blocks == 1) return *reinterpret_cast<const uint4*>(at);
+  const float4 v = LoadFromBlock(SharedAddress(at), block);
+  return {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)};
+}
+
 // Sums of this thread's neighbouring bins: over all blocks, and over those before `rank`.
 template <int kEach>
 struct BinSums {

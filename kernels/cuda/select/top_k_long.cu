@@ -27,9 +27,6 @@ constexpr int kAtOnce = 16;         // loads of a thread under way
 constexpr int kKeysAt = (sizeof(NarrowShared) + 15) / 16 * 16;
 constexpr int SharedBytes(int kept) { return kKeysAt + 4 * kept; }
 
-// Returns a key by which the best score is least. NaN counts as -inf.
-__device__ __forceinline__ uint32_t RankKey(float score) { return ~KeyOf(fmaxf(score, -INFINITY)); }
-
 struct ScoreKeys {
   const float* scores;  // scores of this block's units
   const uint32_t* kept;

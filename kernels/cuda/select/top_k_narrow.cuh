@@ -36,13 +36,6 @@ struct GatheredKeys {
   }
 };
 
-// Reads four words of a block's shared memory. `at` is their address in this block.
-__device__ __forceinline__ uint4 ReadBlock(const uint32_t* at, int block, int blocks) {
-  if (blocks == 1) return *reinterpret_cast<const uint4*>(at);
-  const float4 v = LoadFromBlock(SharedAddress(at), block);
-  return {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)};
-}
-
 class Narrowing {
  public:
   // `kept` holds this block's `key_count` keys, which are destroyed, and has room for
