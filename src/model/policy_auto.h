@@ -4,12 +4,12 @@
 //
 // The rule. Quality exact takes `full` or `ess`, which attend to everything that the model attends
 // to. Quality high adds `scout` and `recall` in their default forms, with a budget of at least an
-// eighth of the context and up to a quarter of it. Quality fast adds scout, recall and hgca in their
-// own defaults. Under exact and high, `full` is taken where all the sequences that are asked for fit at
-// once. Otherwise the candidate with the most forecast tokens/s is taken, and `full` among those
-// that are forecast to be as fast within 5 % (on the CPU device: half as fast). `full` is a
-// candidate of every quality, so it is also what remains where the others are refused: it then runs
-// fewer sequences at a time.
+// eighth of the context and up to a quarter of it. Quality fast adds scout, recall and hgca in
+// their own defaults. Under exact and high, `full` is taken where all the sequences that are asked
+// for fit at once. Otherwise the candidate with the most forecast tokens/s is taken, and `full`
+// among those that are forecast to be as fast within 5 % (on the CPU device: half as fast). `full`
+// is a candidate of every quality, so it is also what remains where the others are refused: it then
+// runs fewer sequences at a time.
 #pragma once
 
 #include <cstdint>
