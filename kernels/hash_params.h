@@ -2,9 +2,17 @@
 // hash codes that stand for keys and queries in scores (HATA), and the lookup of what a KV head
 // selected earlier.
 //
-// A *code* is a bit for each column of a hash matrix: bit b of a vector x is 1 where sum_d x_d *
-// hash[d][b] is above 0, summed in float32, and is bit b % 32 of word b / 32. Codes have
-// 32 * words bits, at most kMaxHashBits.
+// The *product* of a vector x with column b of a hash matrix is sum_d x_d * hash[d][b], summed in
+// float32. The *code* of a key is a bit for each column: bit b is 1 where the product is above 0,
+// and is bit b % 32 of word b / 32. Codes have 32 * words bits, at most kMaxHashBits.
+//
+// The code of a query has a *level* for each column, a whole number from -7 to 7 that follows the
+// product. Its bits as a number of four bits in two's complement are four *planes*, each laid out
+// like the code of a key: [kHashPlanes][words].
+//
+// Keys of a head have a large common part, which says nothing of their order: products of a query
+// with any two keys differ by as much as those with the two keys less one vector, the *centre*.
+// Without it most bits of all keys are alike.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +23,24 @@
 namespace sluice::kernels {
 
 inline constexpr int32_t kMaxHashBits = 256;
+inline constexpr int32_t kHashPlanes = 4;
+inline constexpr int32_t kMostHashLevels = 7;
+inline constexpr int32_t kCentreKeys = 256;
 
-// Computes codes and lengths (the square root of the sum of squares) of keys, for every position in
-// [first_positions[r], positions[r]]. A row of `codes` and one of `lengths` describe one token.
+// Computes the centre of a sequence's keys for each KV head: the mean of the keys at positions
+// i * n / count for i < count, where n = positions[r] + 1 and count = min(n, kCentreKeys). Sums run
+// in that order, in float32.
+struct KeyCentresParams {
+  PagedCache cache;          // not a ring, and without head tables
+  const int32_t* slots;      // [rows]
+  const int32_t* positions;  // [rows]
+  float* centres;            // [slots][kv_heads][head_dim]
+  int32_t rows;
+};
+
+// Computes codes and lengths (the square root of the sum of squares) of keys less their centre, for
+// every position in [first_positions[r], positions[r]]. A row of `codes` and one of `lengths`
+// describe one token.
 struct HashKeysParams {
   PagedCache cache;                // may be a ring, as in DigestParams
   const float* hash;               // [kv_heads][head_dim][32 * codes.dim]
@@ -27,30 +50,36 @@ struct HashKeysParams {
   const int32_t* first_positions;  // [rows]; null: positions
   const int32_t* positions;        // [rows]
   int32_t rows;
+  const float* centres = nullptr;  // as in KeyCentresParams; null: all are 0
 };
 
-// Computes the codes of queries, each with the hash matrix of its KV head.
+// Computes the codes of queries, each with the hash matrix of its KV head. `levels` is 1 or
+// kMostHashLevels. With 1 a level is 1 where a key would have a bit, and else -1 (HATA). Otherwise
+// it is the product times levels over the query's largest absolute product, rounded to the nearest
+// whole number, halves to the even one. It is 0 where that is not a number.
 struct HashQueriesParams {
   const float* q;  // [rows][q_stride], heads * head_dim used, after RoPE
   int64_t q_stride;
   const int32_t* slots;
   const float* hash;  // as in HashKeysParams
-  int32_t* codes;     // [rows][heads][words]
+  int32_t* codes;     // [rows][heads][kHashPlanes][words]
   int32_t rows;
   int32_t heads;
   int32_t kv_heads;
   int32_t head_dim;
   int32_t words;
+  int32_t levels;
 };
 
-// Computes scores[l][t] = (group * bits - 2 * differing) * lengths[t] for t < positions[r], where
-// `differing` is the number of bits in which the codes of the group's queries differ from the code
-// of key t, summed over the group. The factor is exact, and the product is one float32 rounding.
-// (HATA's score is that over the number of bits, which does not change an order.)
+// Computes scores[l][t] = agreement * lengths[t] for t < positions[r]. The agreement of a query with
+// key t is the sum of its levels, each with a minus where the key's bit is 0. That of the group is
+// the largest of its queries' (kMax), or their sum (kMean, which leaves out the division). It is
+// exact, and the product is one float32 rounding. (With one level and kMean this is HATA's score
+// times the number of bits, which does not change an order.)
 // scores[l][positions[r]] is -inf, and that row of `codes` is not read: a layer's newest key is not
 // known yet when its queries are predicted. Nothing is written for a list that is not wanted.
 struct HashScoresParams {
-  const int32_t* q_codes;  // [rows][heads][codes.dim]
+  const int32_t* q_codes;  // [rows][heads][kHashPlanes][codes.dim]
   const int32_t* wanted;   // [lists] 0: the list is not wanted; null: every list is
   const int32_t* slots;
   const int32_t* positions;
@@ -60,6 +89,7 @@ struct HashScoresParams {
   int64_t score_stride;  // > the largest position
   int32_t rows;
   int32_t heads;
+  GroupReduction reduction;  // kMax or kMean
 };
 
 // The rule by which the similarities of a group's query heads become one of their KV head.

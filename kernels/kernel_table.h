@@ -46,6 +46,7 @@ struct KernelTable {
   void (*exact_scores)(const ExactScoresParams&, Worker);
   void (*partial_keys)(const PartialKeysParams&, Worker);
   void (*partial_scores)(const PartialScoresParams&, Worker);
+  void (*key_centres)(const KeyCentresParams&, Worker);
   void (*hash_keys)(const HashKeysParams&, Worker);
   void (*hash_queries)(const HashQueriesParams&, Worker);
   void (*hash_scores)(const HashScoresParams&, Worker);

@@ -11,6 +11,7 @@ namespace sluice::kernels::cpu {
 namespace {
 
 inline constexpr int64_t kMaxHashWords = kMaxHashBits / 32;
+inline constexpr int64_t kMaxHashGroup = 64;
 
 template <class S>
 void HashCode(const float* x, const float* hash, int64_t dim, int64_t words, int32_t* code) {
@@ -23,11 +24,56 @@ void HashCode(const float* x, const float* hash, int64_t dim, int64_t words, int
   }
 }
 
+// Writes the planes of a query.
+template <class S>
+void QueryPlanes(const float* q, const float* hash, int64_t dim, int64_t words, int32_t levels,
+                 int32_t* planes) {
+  alignas(64) float sums[kMaxHashBits];
+  Project<S>(q, hash, dim, words * 32, sums);
+  float largest = 0;
+  for (int64_t b = 0; b < words * 32; ++b) {
+    const float size = __builtin_fabsf(sums[b]);
+    largest = size > largest ? size : largest;
+  }
+  const float scale = static_cast<float>(levels) / largest;
+  for (int64_t w = 0; w < words; ++w) {
+    uint32_t plane[kHashPlanes] = {};
+    for (int64_t b = 0; b < 32; ++b) {
+      const float sum = sums[w * 32 + b];
+      const float scaled = levels == 1 ? (sum > 0 ? 1.0f : -1.0f) : __builtin_rintf(sum * scale);
+      const int level = scaled >= -8.0f && scaled <= 7.0f ? static_cast<int>(scaled) : 0;
+      for (int i = 0; i < kHashPlanes; ++i) plane[i] |= static_cast<uint32_t>(level >> i & 1) << b;
+    }
+    for (int i = 0; i < kHashPlanes; ++i) planes[i * words + w] = static_cast<int32_t>(plane[i]);
+  }
+}
+
 template <class S>
 float SquaresOf(const float* x, int64_t dim) {
   typename S::F sum = S::Set1(0.0f);
   for (int64_t d = 0; d < dim; d += S::kWidth) sum = S::Fma(S::Load(x + d), S::Load(x + d), sum);
   return S::Sum(sum);
+}
+
+template <class S>
+void KeyCentres(const KeyCentresParams& p, Worker worker) {
+  const PagedCache& c = p.cache;
+  if (c.head_dim % 16 != 0) KernelCheckFailed("key_centres: head_dim a multiple of 16");
+  const Range mine = Share(int64_t{p.rows} * c.kv_heads, worker);
+  for (int64_t list = mine.begin; list < mine.end; ++list) {
+    const int64_t slot = p.slots[list / c.kv_heads], h = list % c.kv_heads;
+    if (slot < 0) continue;
+    const int64_t tokens = int64_t{p.positions[list / c.kv_heads]} + 1;
+    const int64_t count = Min(tokens, kCentreKeys);
+    float* const centre = p.centres + (slot * c.kv_heads + h) * c.head_dim;
+    for (int64_t d = 0; d < c.head_dim; d += S::kWidth) {
+      typename S::F sum = S::Set1(0.0f);
+      for (int64_t i = 0; i < count; ++i) {
+        sum = S::Add(sum, LoadAs<S>(c.base, c.type, KeyIndex(c, slot, i * tokens / count, h) + d));
+      }
+      S::Store(centre + d, S::Div(sum, S::Set1(static_cast<float>(count))));
+    }
+  }
 }
 
 template <class S>
@@ -38,7 +84,12 @@ void HashKey(const HashKeysParams& p, int64_t slot, int64_t token) {
     alignas(64) float key[kMaxHeadDim];
     const int64_t at = KeyIndex(c, slot, token, h);
     for (int64_t d = 0; d < c.head_dim; d += S::kWidth) {
-      S::Store(key + d, LoadAs<S>(c.base, c.type, at + d));
+      typename S::F element = LoadAs<S>(c.base, c.type, at + d);
+      if (p.centres != nullptr) {
+        element = S::Sub(
+            element, S::Load(p.centres + (slot * int64_t{c.kv_heads} + h) * c.head_dim + d));
+      }
+      S::Store(key + d, element);
     }
     HashCode<S>(key, p.hash + h * c.head_dim * words * 32, c.head_dim, words,
                 static_cast<int32_t*>(PartialRow(p.codes, slot, token, h)));
@@ -67,58 +118,56 @@ void HashQueries(const HashQueriesParams& p, Worker worker) {
   for (int64_t i = mine.begin; i < mine.end; ++i) {
     const int64_t r = i / p.heads, h = i % p.heads;
     if (p.slots[r] < 0) continue;
-    HashCode<S>(p.q + r * p.q_stride + h * dim, p.hash + h / group * dim * words * 32, dim, words,
-                p.codes + i * words);
+    QueryPlanes<S>(p.q + r * p.q_stride + h * dim, p.hash + h / group * dim * words * 32, dim,
+                   words, p.levels, p.codes + i * kHashPlanes * words);
   }
 }
 
-// The weight of a key's bit in a score is group - 2 * the number of queries that have it set. Its
-// half, rounded up, is a small signed number; plane i has bit i of that number for every bit of the
-// code. The last plane has the sign.
-struct HashPlanes {
-  static constexpr int kMost = 8;
-
-  HashPlanes(const int32_t* codes, int64_t group, int64_t words) : odd(group % 2 != 0) {
-    while ((int64_t{1} << (planes - 1)) - 1 < (group + 1) / 2) ++planes;
-    if (planes > kMost) KernelCheckFailed("hash scores: a group of up to 253 query heads");
-    int64_t set = 0;
-    for (int64_t w = 0; w < words; ++w) {
-      for (int b = 0; b < 32; ++b) {
-        int64_t count = 0;
-        for (int64_t i = 0; i < group; ++i) {
-          count += static_cast<uint32_t>(codes[i * words + w]) >> b & 1;
-        }
-        set += count;
-        const auto half = static_cast<uint32_t>((group - 2 * count + (odd ? 1 : 0)) / 2);
-        for (int i = 0; i < planes; ++i) plane[i][w] |= (half >> i & 1) << b;
-      }
-    }
-    of_no_bits = group * words * 32 - 2 * set;
+// Returns the number of bits that are set in both of two rows of words.
+inline int32_t CommonBits(const int32_t* a, const int32_t* b, int64_t words) {
+  int32_t count = 0;
+  int64_t w = 0;
+  for (; w + 2 <= words; w += 2) {
+    uint64_t x = 0, y = 0;
+    __builtin_memcpy(&x, a + w, sizeof(x));
+    __builtin_memcpy(&y, b + w, sizeof(y));
+    count += __builtin_popcountll(x & y);
   }
+  if (w < words) count += __builtin_popcount(static_cast<uint32_t>(a[w] & b[w]));
+  return count;
+}
 
-  // Returns group * bits - 2 * the number of differing bits.
-  int64_t Score(const int32_t* code, int64_t words) const {
-    int64_t sum = 0, ones = 0;
-    for (int64_t w = 0; w < words; ++w) {
-      const auto word = static_cast<uint32_t>(code[w]);
-      for (int i = 0; i < planes; ++i) {
-        const int64_t bits = int64_t{__builtin_popcount(word & plane[i][w])} << i;
-        sum += i == planes - 1 ? -bits : bits;
-      }
-      if (odd) ones += __builtin_popcount(word);
-    }
-    return of_no_bits - 4 * sum + 2 * ones;
+// Returns the sum of a query's levels over the bits that are set in a code.
+inline int32_t SumOfLevels(const int32_t* planes, const int32_t* code, int64_t words) {
+  int32_t sum = 0;
+  for (int i = 0; i < kHashPlanes; ++i) {
+    const int32_t bits = CommonBits(planes + i * words, code, words) << i;
+    sum += i == kHashPlanes - 1 ? -bits : bits;
   }
+  return sum;
+}
 
-  const bool odd;
-  int planes = 2;
-  int64_t of_no_bits = 0;
-  uint32_t plane[kMost][kMaxHashWords] = {};
-};
+// Returns the agreement of a list's queries with a key. `of_no_bits` has the sum of all levels of
+// each query.
+inline int32_t GroupAgreement(const int32_t* planes, const int32_t* of_no_bits, int64_t group,
+                              const int32_t* code, int64_t words, GroupReduction reduction) {
+  int32_t result = 0;
+  for (int64_t i = 0; i < group; ++i) {
+    const int32_t one =
+        2 * SumOfLevels(planes + i * kHashPlanes * words, code, words) - of_no_bits[i];
+    if (reduction == GroupReduction::kMean) {
+      result += one;
+    } else {
+      result = i == 0 || one > result ? one : result;
+    }
+  }
+  return result;
+}
 
 inline void HashScores(const HashScoresParams& p, Worker worker) {
   const int64_t kv_heads = p.codes.kv_heads, group = p.heads / kv_heads, words = p.codes.dim;
   CheckHash(16, words);
+  if (group > kMaxHashGroup) KernelCheckFailed("hash scores: a group of up to 64 query heads");
   const auto wanted = [&](int64_t list) {
     return p.slots[list / kv_heads] >= 0 && (p.wanted == nullptr || p.wanted[list] != 0);
   };
@@ -134,10 +183,19 @@ inline void HashScores(const HashScoresParams& p, Worker worker) {
              [&](int64_t list, int64_t begin, int64_t end) {
                if (!wanted(list)) return;
                const int64_t r = list / kv_heads, h = list % kv_heads;
-               const HashPlanes planes(p.q_codes + (r * p.heads + h * group) * words, group, words);
+               const int32_t* const planes =
+                   p.q_codes + (r * p.heads + h * group) * kHashPlanes * words;
+               int32_t of_no_bits[kMaxHashGroup];
+               int32_t all[kMaxHashWords];
+               for (int32_t& word : all) word = -1;
+               for (int64_t i = 0; i < group; ++i) {
+                 of_no_bits[i] = SumOfLevels(planes + i * kHashPlanes * words, all, words);
+               }
                for (int64_t t = begin; t < end; ++t) {
-                 const int64_t n = planes.Score(
-                     static_cast<const int32_t*>(PartialRow(p.codes, p.slots[r], t, h)), words);
+                 const int32_t n = GroupAgreement(
+                     planes, of_no_bits, group,
+                     static_cast<const int32_t*>(PartialRow(p.codes, p.slots[r], t, h)), words,
+                     p.reduction);
                  p.scores[list * p.score_stride + t] =
                      static_cast<float>(n) *
                      ElementOf(PartialRow(p.lengths, p.slots[r], t, h), p.lengths.type, 0);

@@ -133,6 +133,7 @@ const KernelTable& Avx2Table() {
       .exact_scores = ExactScores<Avx2>,
       .partial_keys = PartialKeys<Avx2>,
       .partial_scores = PartialScores<Avx2>,
+      .key_centres = KeyCentres<Avx2>,
       .hash_keys = HashKeys<Avx2>,
       .hash_queries = HashQueries<Avx2>,
       .hash_scores = HashScores,

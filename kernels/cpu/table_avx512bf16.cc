@@ -47,6 +47,7 @@ const KernelTable& Avx512Bf16Table() {
       .exact_scores = ExactScores<Avx512>,
       .partial_keys = PartialKeys<Avx512>,
       .partial_scores = PartialScores<Avx512>,
+      .key_centres = KeyCentres<Avx512>,
       .hash_keys = HashKeys<Avx512>,
       .hash_queries = HashQueries<Avx512>,
       .hash_scores = HashScores,

@@ -96,6 +96,7 @@ const KernelTable& PortableTable() {
       .exact_scores = ExactScores<Portable>,
       .partial_keys = PartialKeys<Portable>,
       .partial_scores = PartialScores<Portable>,
+      .key_centres = KeyCentres<Portable>,
       .hash_keys = HashKeys<Portable>,
       .hash_queries = HashQueries<Portable>,
       .hash_scores = HashScores,

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "kernels/reference/element.h"
 #include "kernels/reference/reference.h"
@@ -12,26 +13,43 @@ void* RowOf(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
   return static_cast<char*>(rows.base) + RowOffset(rows, slot, row, head);
 }
 
-// Writes the code of x(0), ..., x(dim - 1).
+// Returns the products of x(0), ..., x(dim - 1) with the columns of a hash matrix.
 template <typename Element>
-void PutCode(const Element& x, int64_t dim, const float* hash, int64_t words, int32_t* code) {
-  for (int64_t w = 0; w < words; ++w) {
-    uint32_t word = 0;
-    for (int64_t b = 0; b < 32; ++b) {
-      double sum = 0;
-      for (int64_t d = 0; d < dim; ++d) sum += x(d) * double{hash[(d * words + w) * 32 + b]};
-      if (sum > 0) word |= uint32_t{1} << b;
-    }
-    code[w] = static_cast<int32_t>(word);
+std::vector<double> Products(const Element& x, int64_t dim, const float* hash, int64_t bits) {
+  std::vector<double> products(static_cast<size_t>(bits));
+  for (int64_t b = 0; b < bits; ++b) {
+    double& sum = products[static_cast<size_t>(b)];
+    for (int64_t d = 0; d < dim; ++d) sum += x(d) * double{hash[d * bits + b]};
   }
+  return products;
 }
 
-int64_t Differing(const int32_t* a, const int32_t* b, int64_t words) {
-  int64_t bits = 0;
-  for (int64_t w = 0; w < words; ++w) {
-    for (uint32_t x = static_cast<uint32_t>(a[w] ^ b[w]); x != 0; x >>= 1) bits += x & 1;
+void SetBit(int32_t* code, size_t bit) {
+  code[bit / 32] = static_cast<int32_t>(static_cast<uint32_t>(code[bit / 32]) |
+                                        uint32_t{1} << (bit % 32));
+}
+
+bool HasBit(const int32_t* code, int64_t bit) {
+  return (static_cast<uint32_t>(code[bit / 32]) >> (bit % 32) & 1) != 0;
+}
+
+// Returns the level of a column in the code of a query.
+int LevelAt(const int32_t* planes, int64_t words, int64_t bit) {
+  int level = 0;
+  for (int i = 0; i < kHashPlanes; ++i) {
+    const int value = i == kHashPlanes - 1 ? -(1 << i) : 1 << i;
+    if (HasBit(planes + i * words, bit)) level += value;
   }
-  return bits;
+  return level;
+}
+
+int64_t Agreement(const int32_t* planes, const int32_t* code, int64_t words) {
+  int64_t sum = 0;
+  for (int64_t bit = 0; bit < words * 32; ++bit) {
+    const int level = LevelAt(planes, words, bit);
+    sum += HasBit(code, bit) ? level : -level;
+  }
+  return sum;
 }
 
 // Returns the cosine of two vectors, or NaN where it has none.
@@ -67,6 +85,26 @@ double GroupSimilarity(const LabelLookupParams& p, const float* q, const float* 
 
 }  // namespace
 
+void KeyCentres(const KeyCentresParams& p, Worker worker) {
+  const PagedCache& c = p.cache;
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    if (p.slots[r] < 0) continue;
+    const int64_t tokens = int64_t{p.positions[r]} + 1;
+    const int64_t count = std::min<int64_t>(tokens, kCentreKeys);
+    for (int64_t h = 0; h < c.kv_heads; ++h) {
+      for (int64_t d = 0; d < c.head_dim; ++d) {
+        double sum = 0;
+        for (int64_t i = 0; i < count; ++i) {
+          sum += Get(c.base, c.type, KeyIndex(c, p.slots[r], i * tokens / count, h) + d);
+        }
+        p.centres[(p.slots[r] * int64_t{c.kv_heads} + h) * c.head_dim + d] =
+            static_cast<float>(sum / static_cast<double>(count));
+      }
+    }
+  }
+}
+
 void HashKeys(const HashKeysParams& p, Worker worker) {
   const PagedCache& c = p.cache;
   const int64_t words = p.codes.dim, dim = c.head_dim;
@@ -77,9 +115,18 @@ void HashKeys(const HashKeysParams& p, Worker worker) {
     for (int64_t t = first; t <= p.positions[r]; ++t) {
       for (int64_t h = 0; h < c.kv_heads; ++h) {
         const int64_t key = KeyIndex(c, p.slots[r], t, h);
-        const auto element = [&](int64_t d) { return Get(c.base, c.type, key + d); };
-        PutCode(element, dim, p.hash + h * dim * words * 32, words,
-                static_cast<int32_t*>(RowOf(p.codes, p.slots[r], t, h)));
+        const int64_t centre = (p.slots[r] * int64_t{c.kv_heads} + h) * dim;
+        const auto element = [&](int64_t d) {
+          return Get(c.base, c.type, key + d) -
+                 (p.centres != nullptr ? double{p.centres[centre + d]} : 0.0);
+        };
+        const std::vector<double> products =
+            Products(element, dim, p.hash + h * dim * words * 32, words * 32);
+        auto* const code = static_cast<int32_t*>(RowOf(p.codes, p.slots[r], t, h));
+        std::fill_n(code, words, 0);
+        for (size_t bit = 0; bit < products.size(); ++bit) {
+          if (products[bit] > 0) SetBit(code, bit);
+        }
         double squares = 0;
         for (int64_t d = 0; d < dim; ++d) squares += element(d) * element(d);
         Put(RowOf(p.lengths, p.slots[r], t, h), p.lengths.type, 0, std::sqrt(squares));
@@ -95,8 +142,21 @@ void HashQueries(const HashQueriesParams& p, Worker worker) {
     if (p.slots[r] < 0) continue;
     for (int64_t h = 0; h < p.heads; ++h) {
       const float* q = p.q + r * p.q_stride + h * dim;
-      PutCode([&](int64_t d) { return double{q[d]}; }, dim, p.hash + h / group * dim * words * 32,
-              words, p.codes + (r * p.heads + h) * words);
+      const std::vector<double> products =
+          Products([&](int64_t d) { return double{q[d]}; }, dim,
+                   p.hash + h / group * dim * words * 32, words * 32);
+      double largest = 0;
+      for (const double x : products) largest = std::max(largest, std::abs(x));
+      int32_t* const planes = p.codes + (r * p.heads + h) * kHashPlanes * words;
+      std::fill_n(planes, kHashPlanes * words, 0);
+      for (size_t bit = 0; bit < products.size(); ++bit) {
+        const double scaled = p.levels == 1 ? (products[bit] > 0 ? 1.0 : -1.0)
+                                            : products[bit] * (p.levels / largest);
+        const int level = std::isfinite(scaled) ? static_cast<int>(std::nearbyint(scaled)) : 0;
+        for (int i = 0; i < kHashPlanes; ++i) {
+          if ((level >> i & 1) != 0) SetBit(planes + i * words, bit);
+        }
+      }
     }
   }
 }
@@ -110,11 +170,15 @@ void HashScores(const HashScoresParams& p, Worker worker) {
     float* scores = p.scores + list * p.score_stride;
     for (int64_t t = 0; t < p.positions[r]; ++t) {
       const auto* code = static_cast<const int32_t*>(RowOf(p.codes, p.slots[r], t, h));
-      int64_t differing = 0;
+      int64_t sum = 0, largest = std::numeric_limits<int64_t>::min();
       for (int64_t i = 0; i < group; ++i) {
-        differing += Differing(code, p.q_codes + (r * p.heads + h * group + i) * words, words);
+        const int64_t query = r * p.heads + h * group + i;
+        const int64_t of_query = Agreement(p.q_codes + query * kHashPlanes * words, code, words);
+        sum += of_query;
+        largest = std::max(largest, of_query);
       }
-      const auto factor = static_cast<double>(group * words * 32 - 2 * differing);
+      const auto factor =
+          static_cast<double>(p.reduction == GroupReduction::kMax ? largest : sum);
       scores[t] =
           static_cast<float>(factor * Get(RowOf(p.lengths, p.slots[r], t, h), p.lengths.type, 0));
     }

@@ -20,6 +20,7 @@ void Sample(const SampleParams& p, Worker worker);
 void Transfer(const TransferParams& p, Worker worker);
 void PartialKeys(const PartialKeysParams& p, Worker worker);
 void PartialScores(const PartialScoresParams& p, Worker worker);
+void KeyCentres(const KeyCentresParams& p, Worker worker);
 void HashKeys(const HashKeysParams& p, Worker worker);
 void HashQueries(const HashQueriesParams& p, Worker worker);
 void HashScores(const HashScoresParams& p, Worker worker);

@@ -24,6 +24,7 @@ const KernelTable& Table() {
       .exact_scores = ExactScores,
       .partial_keys = PartialKeys,
       .partial_scores = PartialScores,
+      .key_centres = KeyCentres,
       .hash_keys = HashKeys,
       .hash_queries = HashQueries,
       .hash_scores = HashScores,

@@ -100,6 +100,7 @@ class KernelSet {
   virtual void ExactScores(Stream& stream, const kernels::ExactScoresParams& params) = 0;
   virtual void PartialKeys(Stream& stream, const kernels::PartialKeysParams& params) = 0;
   virtual void PartialScores(Stream& stream, const kernels::PartialScoresParams& params) = 0;
+  virtual void KeyCentres(Stream& stream, const kernels::KeyCentresParams& params) = 0;
   virtual void HashKeys(Stream& stream, const kernels::HashKeysParams& params) = 0;
   virtual void HashQueries(Stream& stream, const kernels::HashQueriesParams& params) = 0;
   virtual void HashScores(Stream& stream, const kernels::HashScoresParams& params) = 0;

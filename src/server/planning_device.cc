@@ -72,6 +72,7 @@ class NoKernels : public KernelSet {
   void ExactScores(Stream&, const kernels::ExactScoresParams&) override {}
   void PartialKeys(Stream&, const kernels::PartialKeysParams&) override {}
   void PartialScores(Stream&, const kernels::PartialScoresParams&) override {}
+  void KeyCentres(Stream&, const kernels::KeyCentresParams&) override {}
   void HashKeys(Stream&, const kernels::HashKeysParams&) override {}
   void HashQueries(Stream&, const kernels::HashQueriesParams&) override {}
   void HashScores(Stream&, const kernels::HashScoresParams&) override {}

@@ -65,6 +65,7 @@ cudaError_t LaunchRefineScores(const RefineScoresParams& params, cudaStream_t st
 cudaError_t LaunchExactScores(const ExactScoresParams& params, cudaStream_t stream);
 cudaError_t LaunchPartialKeys(const PartialKeysParams& params, cudaStream_t stream);
 cudaError_t LaunchPartialScores(const PartialScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchKeyCentres(const KeyCentresParams& params, cudaStream_t stream);
 cudaError_t LaunchHashKeys(const HashKeysParams& params, cudaStream_t stream);
 cudaError_t LaunchHashQueries(const HashQueriesParams& params, cudaStream_t stream);
 cudaError_t LaunchHashScores(const HashScoresParams& params, cudaStream_t stream);

@@ -1,5 +1,6 @@
-// Hash codes of keys and of queries (kernels/hash_params.h). A bit is the sign of one chain of
-// fused products over the elements of a vector, so that codes are those of the CPU's paths.
+// Hash codes of keys and of queries, and the centres of keys (kernels/hash_params.h). A product is
+// one chain of fused products over the elements of a vector, so that codes are those of the CPU's
+// paths.
 //
 // Bytes of keys, in bulk: the keys once, over the link where the home is (134 MB a layer for 64K
 // tokens of 8 KV heads of 128: 2.4 ms at 55 GB/s), and an eighth of it to HBM. The arithmetic, 17 G
@@ -8,7 +9,13 @@
 // matrices once for every sixteen of them: 1 MB for 8 KV heads, from L2.
 //
 // A block has a KV head and 64 bits of its hash matrix, in shared memory, and takes tiles of
-// vectors. A thread has a bit and a quarter of the tile.
+// vectors. A thread has a bit and a quarter of the tile. The blocks that share a tile of queries
+// are a cluster, because a query's levels follow from its largest product.
+//
+// Centres read 64 KB a KV head of 128 elements, over the link: 10 us for 8 heads at 55 GB/s. Their
+// sums are chains of additions, so the loads of 16 keys go ahead of them.
+#include <cooperative_groups.h>
+
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/common/paged_rows.cuh"
@@ -23,6 +30,7 @@ constexpr int kTile = 16;  // vectors
 constexpr int kEach = kTile / kParts;
 constexpr int kMaxDim = 256;
 constexpr int kPad = 4;         // floats between vectors in shared memory
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr int kBulkParts = 16;  // blocks that share a (row, head, bits)
 
 int SharedBytes(int dim) {
@@ -37,13 +45,13 @@ __device__ void LoadHash(const float* of_head, int dim, int bits, int first_bit,
   }
 }
 
-// Computes a word of each of this thread's four vectors: lane b has bit b. The result is the
-// warp's.
-__device__ void Words(const float* hash, const float* tile, int dim, uint32_t (&words)[kEach]) {
+// Computes the products of this thread's four vectors with its column.
+__device__ void Products(const float* hash, const float* tile, int dim, float (&sums)[kEach]) {
   const int bit = static_cast<int>(threadIdx.x) % kBlockBits;
   const int part = static_cast<int>(threadIdx.x) / kBlockBits;
   const float* const x = tile + part * kEach * (dim + kPad);
-  float sums[kEach] = {};
+#pragma unroll
+  for (float& sum : sums) sum = 0;
   for (int d = 0; d < dim; d += 4) {
     float4 of_vector[kEach];
 #pragma unroll
@@ -60,8 +68,11 @@ __device__ void Words(const float* hash, const float* tile, int dim, uint32_t (&
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) words[i] = __ballot_sync(0xFFFFFFFFu, sums[i] > 0);
+}
+
+// Returns the word that this thread's warp has of the thread's vectors.
+__device__ __forceinline__ int WordOfWarp(int first_bit) {
+  return first_bit / 32 + static_cast<int>(threadIdx.x) / 32 % (kBlockBits / 32);
 }
 
 __device__ __forceinline__ float AsFloat(float x) { return x; }
@@ -85,6 +96,8 @@ __global__ void __launch_bounds__(kThreads)
   const int first = p.first_positions != nullptr ? p.first_positions[row] : last;
   WaitForPriorKernels();
   if (slot < 0) return;
+  const float* const centres =
+      p.centres == nullptr ? nullptr : p.centres + (int64_t{slot} * c.kv_heads + head) * dim;
   const int step = static_cast<int>(gridDim.z) * kTile;
   for (int begin = (first / kTile + static_cast<int>(blockIdx.z)) * kTile; begin <= last;
        begin += step) {
@@ -95,25 +108,26 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = thread; i < kTile * dim; i += kThreads) {
       const int token = begin + i / dim;
       const bool known = token >= first && token <= last;
-      keys[i / dim * (dim + kPad) + i % dim] = known ? AsFloat(from[i]) : 0.0f;
+      const float centre = centres != nullptr ? centres[i % dim] : 0.0f;
+      keys[i / dim * (dim + kPad) + i % dim] = known ? AsFloat(from[i]) - centre : 0.0f;
     }
     __syncthreads();
-    uint32_t of_vector[kEach];
-    Words(hash, keys, dim, of_vector);
-    const int word = first_bit / 32 + thread / 32 % (kBlockBits / 32);
-    const int part = thread / kBlockBits, lane = thread % 32;
+    float products[kEach];
+    Products(hash, keys, dim, products);
+    const int word = WordOfWarp(first_bit), part = thread / kBlockBits, lane = thread % 32;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
+      const uint32_t bits = __ballot_sync(kAllLanes, products[i] > 0);
       const int token = begin + part * kEach + i;
       if (token < first || token > last || word >= words || lane != i) continue;
-      RowAt<uint32_t>(p.codes, slot, token, head)[word] = of_vector[i];
+      RowAt<uint32_t>(p.codes, slot, token, head)[word] = bits;
     }
     if (first_bit != 0) continue;
     for (int i = thread / 32; i < kTile; i += kThreads / 32) {
       const float* const key = keys + i * (dim + kPad);
       float sum = 0;
       for (int d = lane; d < dim; d += 32) sum = fmaf(key[d], key[d], sum);
-      for (int s = 16; s > 0; s /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, s);
+      for (int s = 16; s > 0; s /= 2) sum += __shfl_xor_sync(kAllLanes, sum, s);
       if (lane != 0 || begin + i < first || begin + i > last) continue;
       const float length = sqrtf(sum);
       if (p.lengths.type == DType::kFloat32) {
@@ -125,10 +139,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Grid: (KV heads x chunks of bits, tiles of the queries of a KV head in all rows).
+// Grid: (KV heads x chunks of bits, tiles of the queries of a KV head in all rows), in clusters of
+// the chunks of a head.
 __global__ void __launch_bounds__(kThreads)
     HashQueriesKernel(const __grid_constant__ HashQueriesParams p, int chunks) {
   extern __shared__ __align__(16) float shared[];
+  __shared__ float largest[kTile][kBlockBits / 32];  // of this block's bits, by warp
   const int dim = p.head_dim, group = p.heads / p.kv_heads, thread = static_cast<int>(threadIdx.x);
   const int head = static_cast<int>(blockIdx.x) / chunks;
   const int first_bit = static_cast<int>(blockIdx.x) % chunks * kBlockBits;
@@ -145,16 +161,68 @@ __global__ void __launch_bounds__(kThreads)
         known ? p.q[row * p.q_stride + int64_t{head * group + at % group} * dim + i % dim] : 0.0f;
   }
   __syncthreads();
-  uint32_t of_vector[kEach];
-  Words(hash, queries, dim, of_vector);
-  const int word = first_bit / 32 + thread / 32 % (kBlockBits / 32);
+  float products[kEach];
+  Products(hash, queries, dim, products);
+  const int part = thread / kBlockBits, lane = thread % 32;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int at = begin + thread / kBlockBits * kEach + i, row = at / group;
-    if (at >= all || word >= p.words || thread % 32 != i || p.slots[row] < 0) continue;
-    p.codes[(int64_t{row} * p.heads + head * group + at % group) * p.words + word] =
-        static_cast<int32_t>(of_vector[i]);
+    float most = fabsf(products[i]);
+    for (int s = 16; s > 0; s /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, s));
+    if (lane == 0) largest[part * kEach + i][thread / 32 % (kBlockBits / 32)] = most;
   }
+  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+  cluster.sync();
+  const int word = WordOfWarp(first_bit);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    float most = 0;
+    for (int c = 0; c < chunks; ++c) {
+      const float* const of_block = cluster.map_shared_rank(&largest[part * kEach + i][0], c);
+      for (int w = 0; w < kBlockBits / 32; ++w) most = fmaxf(most, of_block[w]);
+    }
+    const float scale = __fdiv_rn(static_cast<float>(p.levels), most);
+    const float scaled =
+        p.levels == 1 ? (products[i] > 0 ? 1.0f : -1.0f) : rintf(__fmul_rn(products[i], scale));
+    const int level = scaled >= -8.0f && scaled <= 7.0f ? static_cast<int>(scaled) : 0;
+    uint32_t planes[kHashPlanes];
+#pragma unroll
+    for (int n = 0; n < kHashPlanes; ++n) planes[n] = __ballot_sync(kAllLanes, level >> n & 1);
+    const int at = begin + part * kEach + i, row = at / group;
+    if (at >= all || word >= p.words || lane >= kHashPlanes || p.slots[row] < 0) continue;
+    const int64_t query = int64_t{row} * p.heads + head * group + at % group;
+    p.codes[(query * kHashPlanes + lane) * p.words + word] = static_cast<int32_t>(
+        lane == 0 ? planes[0] : lane == 1 ? planes[1] : lane == 2 ? planes[2] : planes[3]);
+  }
+  cluster.sync();  // no block ends while another reads its `largest`
+}
+
+// Grid: (KV heads, rows); a thread has an element.
+template <typename T>
+__global__ void __launch_bounds__(kMaxDim)
+    KeyCentresKernel(const __grid_constant__ KeyCentresParams p) {
+  constexpr int kAtOnce = 16;
+  const PagedCache& c = p.cache;
+  const int head = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
+  const int slot = p.slots[row], d = static_cast<int>(threadIdx.x);
+  const int64_t tokens = int64_t{p.positions[row]} + 1;
+  WaitForPriorKernels();
+  LetNextKernelStart();
+  if (slot < 0 || d >= c.head_dim) return;
+  const int count = static_cast<int>(min(tokens, int64_t{kCentreKeys}));
+  float sum = 0;
+  for (int first = 0; first < count; first += kAtOnce) {
+    float keys[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int token = static_cast<int>(min(first + i, count - 1) * tokens / count);
+      const T* const block = BlockKeys<T>(c, slot, token / c.block_tokens, head);
+      keys[i] = AsFloat(block[token % c.block_tokens * c.head_dim + d]);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) sum += first + i < count ? keys[i] : 0.0f;
+  }
+  p.centres[(int64_t{slot} * c.kv_heads + head) * c.head_dim + d] =
+      __fdiv_rn(sum, static_cast<float>(count));
 }
 
 bool Fits(int head_dim, int words) {
@@ -193,9 +261,23 @@ cudaError_t LaunchHashKeys(const HashKeysParams& p, cudaStream_t stream) {
                                    : LaunchKeys<__nv_bfloat16>(p, stream);
 }
 
+cudaError_t LaunchKeyCentres(const KeyCentresParams& p, cudaStream_t stream) {
+  const PagedCache& c = p.cache;
+  if (p.rows < 0 || p.rows > 65535 || c.kv_heads < 1 || c.head_dim < 1 || c.head_dim > kMaxDim ||
+      c.block_tokens < 1 || c.ring_blocks > 0 || c.head_tables != nullptr) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.rows == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>(c.kv_heads), static_cast<unsigned>(p.rows));
+  const dim3 block(static_cast<unsigned>((c.head_dim + 31) / 32 * 32));
+  return c.type == DType::kFloat32
+             ? LaunchKernel(KeyCentresKernel<float>, grid, block, 0, stream, p)
+             : LaunchKernel(KeyCentresKernel<__nv_bfloat16>, grid, block, 0, stream, p);
+}
+
 cudaError_t LaunchHashQueries(const HashQueriesParams& p, cudaStream_t stream) {
   if (p.rows < 0 || p.kv_heads < 1 || p.heads < p.kv_heads || p.heads % p.kv_heads != 0 ||
-      !Fits(p.head_dim, p.words)) {
+      !Fits(p.head_dim, p.words) || (p.levels != 1 && p.levels != kMostHashLevels)) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
@@ -203,10 +285,10 @@ cudaError_t LaunchHashQueries(const HashQueriesParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const int chunks = (p.words * 32 + kBlockBits - 1) / kBlockBits;
   const int tiles = (p.rows * (p.heads / p.kv_heads) + kTile - 1) / kTile;
-  return LaunchKernel(
+  return LaunchClusters(
       HashQueriesKernel,
       dim3(static_cast<unsigned>(p.kv_heads * chunks), static_cast<unsigned>(tiles)),
-      dim3(kThreads), static_cast<size_t>(SharedBytes(p.head_dim)), stream, p, chunks);
+      dim3(kThreads), dim3(static_cast<unsigned>(chunks)), static_cast<size_t>(SharedBytes(p.head_dim)), stream, p, chunks);
 }
 
 }  // namespace sluice::kernels::cuda

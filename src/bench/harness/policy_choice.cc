@@ -29,6 +29,13 @@ struct Preset {
   const char* policy;
   void (*apply)(PolicyOptions&);
 };
+// Codes and scores as HATA has them.
+void SelectAsPublished(PolicyOptions& o) {
+  o.clo.hash_levels = 1;
+  o.clo.centred = false;
+  o.reduction = kernels::GroupReduction::kMean;
+}
+
 constexpr Preset kPresets[] = {
     {"full", "full", [](PolicyOptions&) {}},
     {"scout", "scout", [](PolicyOptions&) {}},
@@ -56,6 +63,7 @@ constexpr Preset kPresets[] = {
        o.clo.refill = Refill::kReplace;
        o.clo.refresh = o.clo.drift = false;
        o.rehearsals = 0;
+       SelectAsPublished(o);
      }},
     {"clo-fetch-all", "clo",
      [](PolicyOptions& o) {
@@ -71,6 +79,12 @@ constexpr Preset kPresets[] = {
      [](PolicyOptions& o) {
        o.clo.reuse = false;
        o.clo.persistent_share = 1;
+     }},
+    {"hata-paper", "clo",
+     [](PolicyOptions& o) {
+       o.clo.reuse = false;
+       o.clo.persistent_share = 1;
+       SelectAsPublished(o);
      }},
     {"hgca", "hgca", [](PolicyOptions&) {}},
     {kMeanSelection, "hgca", [](PolicyOptions&) {}},
@@ -154,6 +168,10 @@ constexpr Setting kSettings[] = {
      }},
     {"bits", "clo", true,
      [](PolicyOptions& o, double value) { o.clo.hash_bits = static_cast<int>(value); }},
+    {"levels", "clo", true,
+     [](PolicyOptions& o, double value) { o.clo.hash_levels = static_cast<int>(value); }},
+    {"centred", "clo", false,
+     [](PolicyOptions& o, double value) { o.clo.centred = value != 0; }},
     {"mover", "clo", false,
      [](PolicyOptions& o, double value) {
        o.clo.mover = value != 0 ? PolicyOptions::Mover::kCpu : PolicyOptions::Mover::kUva;

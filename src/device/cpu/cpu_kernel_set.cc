@@ -111,6 +111,9 @@ class CpuKernelSet : public KernelSet {
   void PartialScores(Stream& s, const kernels::PartialScoresParams& p) override {
     Launch(s, "partial_scores", table_.partial_scores, p, kAnyLength);
   }
+  void KeyCentres(Stream& s, const kernels::KeyCentresParams& p) override {
+    Launch(s, "key_centres", table_.key_centres, p, kAnyLength);
+  }
   void HashKeys(Stream& s, const kernels::HashKeysParams& p) override {
     Launch(s, "hash_keys", table_.hash_keys, p, kAnyLength);
   }

@@ -108,6 +108,9 @@ class CudaKernelSet : public KernelSet {
   void PartialScores(Stream& s, const kernels::PartialScoresParams& p) override {
     Launch(s, cuda::LaunchPartialScores, p, "scores of partial keys");
   }
+  void KeyCentres(Stream& s, const kernels::KeyCentresParams& p) override {
+    Launch(s, cuda::LaunchKeyCentres, p, "centres of keys");
+  }
   void HashKeys(Stream& s, const kernels::HashKeysParams& p) override {
     Launch(s, cuda::LaunchHashKeys, p, "codes of keys");
   }

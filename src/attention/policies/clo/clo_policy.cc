@@ -112,6 +112,10 @@ class CloPolicy : public OffloadPolicy {
   void BuildArrays(Stream& stream, int slot, int64_t /*tokens*/,
                    const OffloadTier::BulkRow& row) override {
     for (int layer = tier().options().dense_layers; layer < layers(); ++layer) {
+      if (options().clo.centred) {
+        kernels().KeyCentres(stream,
+                             {tier().Home(layer), row.slots, row.positions, Centres(layer), 1});
+      }
       ExtendCodes(stream, layer, tier().Home(layer), row.slots, row.first_positions, row.positions,
                   1);
       // The sequence has no labels yet: its first row misses everywhere.
@@ -125,11 +129,12 @@ class CloPolicy : public OffloadPolicy {
   struct Tables {
     Buffer hash;                    // float [layers][kv_heads][head_dim][bits]
     Buffer importance, thresholds;  // float [layers][heads], [layers][kv_heads]
+    Buffer centres;                 // float [layers][slots][kv_heads][head_dim]
     Buffer labels;                  // float [layers][slots][heads][head_dim]
     Buffer labelled;                // int32 [layers][slots][kv_heads]
     Buffer no_labels;               // int32 [kv_heads] of -1, pinned
     Buffer missed;                  // int32 [lists]
-    // int32 [rows][heads][words], of the queries that are predicted and of a layer's own
+    // int32 [rows][heads][planes][words], of the queries that are predicted and of a layer's own
     Buffer predicted_codes, q_codes;
     // int32 [layers][lists]: whether a list's head is persistent, and whether it is not. They are
     // not made where no head is.
@@ -154,6 +159,10 @@ class CloPolicy : public OffloadPolicy {
   int32_t kv_heads() const { return static_cast<int32_t>(hash_.kv_heads); }
   const float* Hash(int layer) const {
     return tables_.hash.as<float>() + layer * hash_.kv_heads * hash_.head_dim * hash_.bits;
+  }
+  float* Centres(int layer) const {
+    return tables_.centres.as<float>() +
+           int64_t{layer} * options().slots * hash_.kv_heads * hash_.head_dim;
   }
   int32_t* labelled(int layer) const {
     return tables_.labelled.as<int32_t>() + int64_t{layer} * options().slots * hash_.kv_heads;
@@ -185,6 +194,7 @@ class CloPolicy : public OffloadPolicy {
     params.first_positions = first;
     params.positions = positions;
     params.rows = rows;
+    params.centres = options().clo.centred ? Centres(layer) : nullptr;
     kernels().HashKeys(stream, params);
   }
 
@@ -222,7 +232,8 @@ class CloPolicy : public OffloadPolicy {
     auto* const codes = (ahead ? tables_.predicted_codes : tables_.q_codes).as<int32_t>();
     kernels().HashQueries(
         stream, {queries.q, queries.stride, queries.slots, Hash(layer), codes, queries.rows,
-                 queries.heads, kv_heads(), static_cast<int32_t>(hash_.head_dim), words()});
+                 queries.heads, kv_heads(), static_cast<int32_t>(hash_.head_dim), words(),
+                 options().clo.hash_levels});
     kernels::HashScoresParams params{};
     params.q_codes = codes;
     params.wanted = wanted;
@@ -234,6 +245,7 @@ class CloPolicy : public OffloadPolicy {
     params.score_stride = options().max_context;
     params.rows = queries.rows;
     params.heads = queries.heads;
+    params.reduction = options().reduction;
     kernels().HashScores(stream, params);
 
     kernels::TopKParams select = fetch_->Selection(queries, use);
@@ -290,6 +302,8 @@ absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& opti
                or_default(clo.thresholds, hash.layers * hash.kv_heads, clo.similarity),
                "clo's thresholds"));
   SLUICE_RETURN_IF_ERROR(
+      tables.Words(MemoryKind::kDevice, slots * hash.kv_heads * hash.head_dim, &t.centres));
+  SLUICE_RETURN_IF_ERROR(
       tables.Words(MemoryKind::kDevice, slots * options.heads * hash.head_dim, &t.labels));
   SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, slots * hash.kv_heads, &t.labelled));
   SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kPinned, hash.kv_heads, &t.no_labels));
@@ -297,7 +311,8 @@ absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& opti
   SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, lists, &t.missed));
   for (Buffer* codes : {&t.predicted_codes, &t.q_codes}) {
     SLUICE_RETURN_IF_ERROR(
-        tables.Words(MemoryKind::kDevice, rows * options.heads * hash.bits / 32, codes));
+        tables.Words(MemoryKind::kDevice,
+                     rows * options.heads * kernels::kHashPlanes * hash.bits / 32, codes));
   }
   if (persistent.empty()) return t;
   std::vector<int32_t> is, is_not;
@@ -356,6 +371,15 @@ absl::Status Check(const PolicyOptions& options, const HashShape& hash, int64_t 
     return OutOfRange(options, "clo_hash_bits",
                       absl::StrCat("a multiple of 32 up to ", kernels::kMaxHashBits),
                       clo.hash_bits);
+  }
+  if (clo.hash_levels != 1 && clo.hash_levels != kernels::kMostHashLevels) {
+    return OutOfRange(options, "clo_hash_levels", absl::StrCat("1 or ", kernels::kMostHashLevels),
+                      clo.hash_levels);
+  }
+  if (options.reduction == kernels::GroupReduction::kSoftmaxSum) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("score_reduction: policy ", options.name,
+                     " scores by hash codes, which give no softmax: expected max or mean"));
   }
   if (clo.mover == PolicyOptions::Mover::kCpu &&
       (clo.mover_workers < 1 || clo.mover_workers > Mailbox::kMaxWorkers)) {
