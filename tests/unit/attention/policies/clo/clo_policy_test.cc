@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <set>
 #include <utility>
 #include <vector>
@@ -83,6 +84,7 @@ class NaiveHead {
     const size_t at = static_cast<size_t>(layer_ * shape.kv_heads + head_) * of_head;
     hash_.assign(all.begin() + static_cast<int64_t>(at),
                  all.begin() + static_cast<int64_t>(at + of_head));
+    centre_ = CentreOf(context);
     const int bt = shape.block_tokens, divisor = options.clo.budget_divisor;
     const auto blocks_of = [bt](int tokens) { return (tokens + bt - 1) / bt; };
     const int blocks = std::min(kRing / bt + std::max(blocks_of(options.budget_tokens),
@@ -120,8 +122,6 @@ class NaiveHead {
     int unit;
     int stamp;
   };
-  using Code = std::vector<bool>;
-
   int Group() const { return shape_.heads / shape_.kv_heads; }
   std::vector<float> Query(int position, int head_of_group) const {
     const PolicyRig::Vectors own = make_(seed_, layer_, position);
@@ -165,22 +165,46 @@ class NaiveHead {
   }
 
   // The order of sums matters where a sum is nearly 0.
-  Code CodeOf(const std::vector<float>& x) const {
-    Code code(kBits);
+  std::vector<float> Products(const std::vector<float>& x) const {
+    std::vector<float> products(kBits);
     for (size_t bit = 0; bit < kBits; ++bit) {
       float sum = 0;
       for (size_t d = 0; d < x.size(); ++d) {
         const float w = hash_[d * kBits + bit];
         sum = fused_ ? std::fma(x[d], w, sum) : x[d] * w + sum;
       }
-      code[bit] = sum > 0;
+      products[bit] = sum;
     }
-    return code;
+    return products;
+  }
+  std::vector<int> LevelsOf(const std::vector<float>& query) const {
+    const std::vector<float> products = Products(query);
+    float largest = 0;
+    for (const float x : products) largest = std::max(largest, std::abs(x));
+    const auto most = static_cast<float>(options_.clo.hash_levels);
+    std::vector<int> levels;
+    for (const float x : products) {
+      levels.push_back(most == 1 ? (x > 0 ? 1 : -1)
+                                 : static_cast<int>(std::rint(x * (most / largest))));
+    }
+    return levels;
+  }
+  // Returns the mean of keys of the prompt at equal distances.
+  std::vector<float> CentreOf(int tokens) const {
+    std::vector<float> centre(static_cast<size_t>(shape_.head_dim));
+    if (!options_.clo.centred) return centre;
+    const int count = std::min(tokens, kernels::kCentreKeys);
+    for (int i = 0; i < count; ++i) {
+      const std::vector<float> key = Key(i * tokens / count);
+      for (size_t d = 0; d < key.size(); ++d) centre[d] += key[d];
+    }
+    for (float& x : centre) x /= static_cast<float>(count);
+    return centre;
   }
 
   std::set<int> Select(int position) const {
-    std::vector<Code> queries;
-    for (int i = 0; i < Group(); ++i) queries.push_back(CodeOf(Query(position, i)));
+    std::vector<std::vector<int>> queries;
+    for (int i = 0; i < Group(); ++i) queries.push_back(LevelsOf(Query(position, i)));
     std::vector<std::pair<float, int>> others;
     std::set<int> chosen;
     for (int t = 0; t <= position; ++t) {
@@ -188,16 +212,23 @@ class NaiveHead {
         chosen.insert(t);
         continue;
       }
-      const std::vector<float> key = Key(t);
-      const Code code = CodeOf(key);
-      int agreeing = 0;
-      for (const Code& query : queries) {
-        for (size_t bit = 0; bit < kBits; ++bit) agreeing += query[bit] == code[bit] ? 1 : -1;
+      std::vector<float> key = Key(t);
+      for (size_t d = 0; d < key.size(); ++d) key[d] -= centre_[d];
+      const std::vector<float> products = Products(key);
+      std::vector<int> agreeing;
+      for (const std::vector<int>& query : queries) {
+        int& sum = agreeing.emplace_back(0);
+        for (size_t bit = 0; bit < kBits; ++bit) {
+          sum += products[bit] > 0 ? query[bit] : -query[bit];
+        }
       }
+      const int of_group = options_.reduction == kernels::GroupReduction::kMax
+                               ? std::ranges::max(agreeing)
+                               : std::accumulate(agreeing.begin(), agreeing.end(), 0);
       double squares = 0;
       for (const float x : key) squares += double{x} * double{x};
       const float length = RoundedToBf16(static_cast<float>(std::sqrt(squares)));
-      others.emplace_back(-static_cast<float>(agreeing) * length, t);
+      others.emplace_back(-static_cast<float>(of_group) * length, t);
     }
     std::sort(others.begin(), others.end());
     const int divisor = options_.clo.budget_divisor;
@@ -252,6 +283,7 @@ class NaiveHead {
   const int layer_, head_;
   const bool persistent_, fused_;
   std::vector<float> hash_;  // [head_dim][kBits]
+  std::vector<float> centre_;
   std::vector<Place> places_;
   int labelled_ = -1;
 };
@@ -277,6 +309,7 @@ struct NaiveCase {
   std::vector<uint8_t> persistent = {};
   bool ahead = false;
   PolicyOptions::Clo::Refill refill = PolicyOptions::Clo::Refill::kDelta;
+  bool as_hata = false;  // codes and scores as published
 };
 
 // Decodes one sequence and checks every row against softmax over what the naive head attends to.
@@ -296,6 +329,11 @@ PolicyStatistics::Layer CheckAgainstNaive(const PolicyRig::Shape& shape, const N
   for (const uint8_t hard : c.persistent) options.clo.difficulty.push_back(hard);
   options.clo.refill = c.refill;
   options.clo.persistent_ahead = c.ahead;
+  if (c.as_hata) {
+    options.clo.hash_levels = 1;
+    options.clo.centred = false;
+    options.reduction = kernels::GroupReduction::kMean;
+  }
   const auto policy = MakePolicy(options);
   const uint64_t seed = TestSeed();
   rig.Admit(*policy, 1, seed, c.context, c.context + c.steps);
@@ -348,6 +386,9 @@ void TestNaive(const PolicyRig::Shape& of) {
   CHECK(some.misses * 2 < some.lookups);
   // A share of a long row is more than the budget.
   CheckAgainstNaive(shape, {80, 3, 400, 24});
+  NaiveCase published{96, 0, 300, 24};
+  published.as_hata = true;
+  CheckAgainstNaive(shape, published);
   shape.heads = 6;
   shape.kv_heads = 1;
   CheckAgainstNaive(shape, {96, 4, 450, 24});
@@ -709,6 +750,9 @@ TEST_CASE("clo: options out of range are refused by name") {
   refused("clo.thresholds: ", [](PolicyOptions& o) { o.clo.thresholds = {1, 1}; });
   refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 100; });
   refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 288; });
+  refused("clo_hash_levels: ", [](PolicyOptions& o) { o.clo.hash_levels = 3; });
+  refused("score_reduction: ",
+          [](PolicyOptions& o) { o.reduction = kernels::GroupReduction::kSoftmaxSum; });
   for (const int workers : {0, 65}) {
     refused("clo_mover_workers: policy", [&](PolicyOptions& o) {
       o.clo.mover = Mover::kCpu;
