@@ -71,13 +71,13 @@ struct HashQueriesParams {
   int32_t levels;
 };
 
-// Computes scores[l][t] = agreement * lengths[t] for t < positions[r]. The agreement of a query with
-// key t is the sum of its levels, each with a minus where the key's bit is 0. That of the group is
-// the largest of its queries' (kMax), or their sum (kMean, which leaves out the division). It is
-// exact, and the product is one float32 rounding. (With one level and kMean this is HATA's score
-// times the number of bits, which does not change an order.)
-// scores[l][positions[r]] is -inf, and that row of `codes` is not read: a layer's newest key is not
-// known yet when its queries are predicted. Nothing is written for a list that is not wanted.
+// Computes scores[l][t] = agreement * lengths[t] for t < positions[r]. The agreement of a query
+// with key t is the sum of its levels, each with a minus where the key's bit is 0. That of the
+// group is the largest of its queries' (kMax), or their sum (kMean, which leaves out the division).
+// It is exact, and the product is one float32 rounding. (With one level and kMean this is HATA's
+// score times the number of bits, which does not change an order.) scores[l][positions[r]] is -inf,
+// and that row of `codes` is not read: a layer's newest key is not known yet when its queries are
+// predicted. Nothing is written for a list that is not wanted.
 struct HashScoresParams {
   const int32_t* q_codes;  // [rows][heads][kHashPlanes][codes.dim]
   const int32_t* wanted;   // [lists] 0: the list is not wanted; null: every list is

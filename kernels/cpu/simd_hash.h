@@ -86,8 +86,8 @@ void HashKey(const HashKeysParams& p, int64_t slot, int64_t token) {
     for (int64_t d = 0; d < c.head_dim; d += S::kWidth) {
       typename S::F element = LoadAs<S>(c.base, c.type, at + d);
       if (p.centres != nullptr) {
-        element = S::Sub(
-            element, S::Load(p.centres + (slot * int64_t{c.kv_heads} + h) * c.head_dim + d));
+        element =
+            S::Sub(element, S::Load(p.centres + (slot * int64_t{c.kv_heads} + h) * c.head_dim + d));
       }
       S::Store(key + d, element);
     }
@@ -179,28 +179,27 @@ inline void HashScores(const HashScoresParams& p, Worker worker) {
   const auto tokens = [&](int64_t r) {
     return p.slots[r] < 0 ? int64_t{0} : int64_t{p.positions[r]};
   };
-  ShareUnits(p.rows, kv_heads, false, worker, tokens,
-             [&](int64_t list, int64_t begin, int64_t end) {
-               if (!wanted(list)) return;
-               const int64_t r = list / kv_heads, h = list % kv_heads;
-               const int32_t* const planes =
-                   p.q_codes + (r * p.heads + h * group) * kHashPlanes * words;
-               int32_t of_no_bits[kMaxHashGroup];
-               int32_t all[kMaxHashWords];
-               for (int32_t& word : all) word = -1;
-               for (int64_t i = 0; i < group; ++i) {
-                 of_no_bits[i] = SumOfLevels(planes + i * kHashPlanes * words, all, words);
-               }
-               for (int64_t t = begin; t < end; ++t) {
-                 const int32_t n = GroupAgreement(
-                     planes, of_no_bits, group,
-                     static_cast<const int32_t*>(PartialRow(p.codes, p.slots[r], t, h)), words,
-                     p.reduction);
-                 p.scores[list * p.score_stride + t] =
-                     static_cast<float>(n) *
-                     ElementOf(PartialRow(p.lengths, p.slots[r], t, h), p.lengths.type, 0);
-               }
-             });
+  ShareUnits(
+      p.rows, kv_heads, false, worker, tokens, [&](int64_t list, int64_t begin, int64_t end) {
+        if (!wanted(list)) return;
+        const int64_t r = list / kv_heads, h = list % kv_heads;
+        const int32_t* const planes = p.q_codes + (r * p.heads + h * group) * kHashPlanes * words;
+        int32_t of_no_bits[kMaxHashGroup];
+        int32_t all[kMaxHashWords];
+        for (int32_t& word : all) word = -1;
+        for (int64_t i = 0; i < group; ++i) {
+          of_no_bits[i] = SumOfLevels(planes + i * kHashPlanes * words, all, words);
+        }
+        for (int64_t t = begin; t < end; ++t) {
+          const int32_t n =
+              GroupAgreement(planes, of_no_bits, group,
+                             static_cast<const int32_t*>(PartialRow(p.codes, p.slots[r], t, h)),
+                             words, p.reduction);
+          p.scores[list * p.score_stride + t] =
+              static_cast<float>(n) *
+              ElementOf(PartialRow(p.lengths, p.slots[r], t, h), p.lengths.type, 0);
+        }
+      });
 }
 
 template <class S>

@@ -25,8 +25,8 @@ std::vector<double> Products(const Element& x, int64_t dim, const float* hash, i
 }
 
 void SetBit(int32_t* code, size_t bit) {
-  code[bit / 32] = static_cast<int32_t>(static_cast<uint32_t>(code[bit / 32]) |
-                                        uint32_t{1} << (bit % 32));
+  code[bit / 32] =
+      static_cast<int32_t>(static_cast<uint32_t>(code[bit / 32]) | uint32_t{1} << (bit % 32));
 }
 
 bool HasBit(const int32_t* code, int64_t bit) {
@@ -150,8 +150,8 @@ void HashQueries(const HashQueriesParams& p, Worker worker) {
       int32_t* const planes = p.codes + (r * p.heads + h) * kHashPlanes * words;
       std::fill_n(planes, kHashPlanes * words, 0);
       for (size_t bit = 0; bit < products.size(); ++bit) {
-        const double scaled = p.levels == 1 ? (products[bit] > 0 ? 1.0 : -1.0)
-                                            : products[bit] * (p.levels / largest);
+        const double scaled =
+            p.levels == 1 ? (products[bit] > 0 ? 1.0 : -1.0) : products[bit] * (p.levels / largest);
         const int level = std::isfinite(scaled) ? static_cast<int>(std::nearbyint(scaled)) : 0;
         for (int i = 0; i < kHashPlanes; ++i) {
           if ((level >> i & 1) != 0) SetBit(planes + i * words, bit);
@@ -177,8 +177,7 @@ void HashScores(const HashScoresParams& p, Worker worker) {
         sum += of_query;
         largest = std::max(largest, of_query);
       }
-      const auto factor =
-          static_cast<double>(p.reduction == GroupReduction::kMax ? largest : sum);
+      const auto factor = static_cast<double>(p.reduction == GroupReduction::kMax ? largest : sum);
       scores[t] =
           static_cast<float>(factor * Get(RowOf(p.lengths, p.slots[r], t, h), p.lengths.type, 0));
     }

@@ -71,6 +71,7 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
   int64_t MetadataBytes(int64_t tokens) const override { return policy_->MetadataBytes(tokens); }
   bool LooksAhead(int layer) const override { return policy_->kv_attention()->LooksAhead(layer); }
   bool FollowsDrift() const override { return policy_->kv_attention()->FollowsDrift(); }
+  bool LooksEarly() const override { return policy_->kv_attention()->LooksEarly(); }
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     policy_->kv_attention()->Ahead(stream, layer, predicted);
   }

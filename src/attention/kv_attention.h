@@ -31,14 +31,19 @@ class KvAttention {
 
   // Returns whether Ahead is to be called for a layer.
   virtual bool LooksAhead(int /*layer*/) const { return false; }
-  // Returns whether these queries are predicted from the input of the layer before and a sequence's
-  // drift (kernels::AheadNormParams), or from that input alone, as published.
+  // Returns whether these queries are predicted from the residual at their source and a sequence's
+  // drift from there to the layer (kernels::AheadNormParams), or from that residual alone, as
+  // published.
   virtual bool FollowsDrift() const { return true; }
+  // Returns the source of predicted queries. False: the input of the layer before. True: the
+  // residual before the FFN of the layer before that one, so that an FFN more hides what Ahead
+  // enqueues. Layer 1's are always predicted from the input of layer 0.
+  virtual bool LooksEarly() const { return false; }
 
   // Announces predicted queries of layer `layer`: the norm and the projection of `layer`, applied
-  // to the input of the layer before (and the drift). For layer 0 they are the real queries. The
-  // model calls it before it enqueues the products of layer `layer` - 1 (for layer 0, of layer 0
-  // itself). The next Ahead overwrites the queries.
+  // to the residual at their source (and the drift). For layer 0 they are the real queries. The
+  // model calls it before it enqueues the products that follow the source (for layer 0, those of
+  // layer 0 itself). The next Ahead overwrites the queries.
   //
   // `stream` is branch AttentionPolicy::kAheadBranch of the step's stream, which the model has
   // forked there: what is enqueued on it runs beside layer `layer` - 1, in order with what other

@@ -115,6 +115,7 @@ struct PolicyOptions {
     // False, for benches: queries are predicted from the input of the layer before alone, as
     // published.
     bool drift = true;
+    bool early = true;  // KvAttention::LooksEarly
     int hash_bits = 256;
     // The levels of a query's code: 1 (signs, as HATA has them) or kernels::kMostHashLevels.
     int hash_levels = kernels::kMostHashLevels;

@@ -47,6 +47,16 @@ class DenseModel : public DecoderModel {
   bool LooksAhead(int layer, const StepInputs& in, const KvAttention& attention) const {
     return in.decode_rows > 0 && layer < config_.layers && attention.LooksAhead(layer);
   }
+  // Returns whether the input of `layer` or, with `ffn`, the residual before its FFN is the source
+  // of the queries of layer `target`.
+  bool IsSource(int layer, bool ffn, int target, const StepInputs& in,
+                const KvAttention& attention) const {
+    const bool early = attention.LooksEarly() && target >= 2;
+    return LooksAhead(target, in, attention) && ffn == early && layer + (early ? 2 : 1) == target;
+  }
+  // Returns how the norm of a residual prepares what LookAhead(target) reads.
+  kernels::AheadNormParams AheadNorm(int target, const StepInputs& in,
+                                     const KvAttention& attention) const;
   // Gives the policy these queries, on a branch that leaves the stream here. They are made from the
   // residual whose norm AheadInput(layer) has.
   void LookAhead(Stream& trunk, int layer, const StepInputs& in, KvAttention& attention);
@@ -57,12 +67,28 @@ class DenseModel : public DecoderModel {
     return ops_.Activation(ahead_normed_, int64_t{layer % 2} * predicted_rows_,
                            config_.hidden_size);
   }
-  // Returns the drift of a layer (kernels::AheadNormParams), that of slot 0.
+  // Returns the drift from the source of a layer's queries to its input
+  // (kernels::AheadNormParams), that of slot 0.
   float* Drift(int layer) const {
     return drift_.as<float>() + int64_t{layer} * config_.hidden_size;
   }
+  // Returns where the residual lies that the queries of a layer were predicted from. A norm that is
+  // the source of one layer and the end of another's drift has one such place for both.
+  float* Before(int layer, const KvAttention& attention) const {
+    const int64_t at = attention.LooksEarly() ? layer % 2 : 0;
+    return before_.as<float>() + at * predicted_rows_ * config_.hidden_size;
+  }
+  bool FollowsDrift(const StepInputs& in, const KvAttention& attention) const {
+    return keeps_drift_ && attention.FollowsDrift() && in.numbers != nullptr;
+  }
+  void SetDriftRows(const StepInputs& in, kernels::AheadNormParams* ahead) const {
+    ahead->rows = in.decode_rows;
+    ahead->slots = in.slots;
+    ahead->numbers = in.numbers;
+    ahead->slot_stride = int64_t{config_.layers} * config_.hidden_size;
+  }
   float AttentionScale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim)); }
-  void Ffn(Stream& stream, int layer, RowRange rows);
+  void Ffn(Stream& stream, int layer, const StepInputs& in, RowRange rows, KvAttention& attention);
   int qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
 
   const bool keeps_drift_;
@@ -72,7 +98,7 @@ class DenseModel : public DecoderModel {
   // The buffers that LookAhead reads and writes, for the decode rows.
   Buffer ahead_normed_;  // activation [2][predicted_rows_][hidden], by the layer's parity
   Buffer predicted_;     // float32 [predicted_rows_][q]
-  Buffer before_;        // float32 [predicted_rows_][hidden]: the residual of the layer before
+  Buffer before_;        // float32 [2][predicted_rows_][hidden], by the layer's parity: its source
   Buffer drift_;         // float32 [slots][layers][hidden]
   Buffer partial_;       // float32 [partial_rows_][heads * (head_dim + 1)]
   int64_t partial_rows_ = 0;
@@ -131,8 +157,8 @@ absl::Status DenseModel::AllocateLayers(Workspace& workspace) {
   SLUICE_RETURN_IF_ERROR(
       workspace.Allocate(&predicted_, predicted_rows_, config_.q_size() * 4, "predicted queries"));
   if (keeps_drift_) {
-    SLUICE_RETURN_IF_ERROR(
-        workspace.Allocate(&before_, predicted_rows_, hidden * 4, "residuals of the look-ahead"));
+    SLUICE_RETURN_IF_ERROR(workspace.Allocate(&before_, 2 * predicted_rows_, hidden * 4,
+                                              "residuals of the look-ahead"));
     SLUICE_RETURN_IF_ERROR(workspace.Allocate(&drift_, max_logits_, config_.layers * hidden * 4,
                                               "the drift of the look-ahead"));
   }
@@ -156,7 +182,7 @@ void DenseModel::Forward(Stream& stream, const StepInputs& in, AttentionPolicy& 
   for (int layer = 0; layer < config_.layers; ++layer) {
     Project(stream, layer, in, all, *attention);
     Attend(stream, layer, in, all, *attention);
-    Ffn(stream, layer, all);
+    Ffn(stream, layer, in, all, *attention);
   }
   Logits(stream, in);
   stream.After(stream.Branch(AttentionPolicy::kAheadBranch));
@@ -172,26 +198,18 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   // The residual changes before the end of the layer, so the input from which the next layer's
   // queries are predicted is made here.
   kernels::RmsNormParams norm = NormOf(Residual(rows), w.input_norm, normed, rows.count);
-  const bool looks_ahead = LooksAhead(layer + 1, in, attention);
+  const bool looks_ahead = IsSource(layer, /*ffn=*/false, layer + 1, in, attention);
   if (looks_ahead) {
     SLUICE_CHECK(rows.begin == 0 && in.decode_rows <= predicted_rows_,
                  "one decode row of a sequence in a step");
-    norm.ahead.weight = layers_[static_cast<size_t>(layer) + 1].input_norm.data();
-    norm.ahead.out = AheadInput(layer + 1);
-    norm.ahead.rows = in.decode_rows;
+    norm.ahead = AheadNorm(layer + 1, in, attention);
   }
   // If this layer's queries were predicted, the residual that they were predicted from is in
-  // `before_`, and the drift can be measured.
-  const bool was_ahead = layer > 0 && LooksAhead(layer, in, attention);
-  if ((looks_ahead || was_ahead) && keeps_drift_ && attention.FollowsDrift() &&
-      in.numbers != nullptr) {
-    norm.ahead.rows = in.decode_rows;
-    norm.ahead.slots = in.slots;
-    norm.ahead.numbers = in.numbers;
-    norm.ahead.drift = Drift(layer);
-    norm.ahead.drift_before = was_ahead ? Drift(layer - 1) : nullptr;
-    norm.ahead.before = before_.as<float>();
-    norm.ahead.slot_stride = int64_t{config_.layers} * hidden;
+  // Before(layer), and the drift can be measured.
+  if (layer > 0 && LooksAhead(layer, in, attention) && FollowsDrift(in, attention)) {
+    SetDriftRows(in, &norm.ahead);
+    norm.ahead.drift_before = Drift(layer);
+    norm.ahead.before = Before(layer, attention);
   }
   kernels_.RmsNorm(stream, norm);
   if (looks_ahead) LookAhead(stream, layer + 1, in, attention);
@@ -210,6 +228,20 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   append.epsilon = config_.rms_norm_eps;
   append.decode_rows = rows.decode;
   attention.Append(stream, layer, append);
+}
+
+kernels::AheadNormParams DenseModel::AheadNorm(int target, const StepInputs& in,
+                                               const KvAttention& attention) const {
+  kernels::AheadNormParams ahead;
+  ahead.weight = layers_[static_cast<size_t>(target)].input_norm.data();
+  ahead.out = AheadInput(target);
+  ahead.rows = in.decode_rows;
+  if (FollowsDrift(in, attention)) {
+    SetDriftRows(in, &ahead);
+    ahead.drift = Drift(target);
+    ahead.before = Before(target, attention);
+  }
+  return ahead;
 }
 
 void DenseModel::LookAhead(Stream& trunk, int layer, const StepInputs& in, KvAttention& attention) {
@@ -261,10 +293,15 @@ void DenseModel::Attend(Stream& stream, int layer, const StepInputs& in, RowRang
                /*accumulate=*/true);
 }
 
-void DenseModel::Ffn(Stream& stream, int layer, RowRange rows) {
+void DenseModel::Ffn(Stream& stream, int layer, const StepInputs& in, RowRange rows,
+                     KvAttention& attention) {
   const Layer& w = layers_[static_cast<size_t>(layer)];
   void* normed = ops_.Activation(normed_, rows.begin, config_.hidden_size);
-  kernels_.RmsNorm(stream, NormOf(Residual(rows), w.post_attention_norm, normed, rows.count));
+  kernels::RmsNormParams norm = NormOf(Residual(rows), w.post_attention_norm, normed, rows.count);
+  const bool looks_ahead = IsSource(layer, /*ffn=*/true, layer + 2, in, attention);
+  if (looks_ahead) norm.ahead = AheadNorm(layer + 2, in, attention);
+  kernels_.RmsNorm(stream, norm);
+  if (looks_ahead) LookAhead(stream, layer + 2, in, attention);
   RunFfn(stream, w.ffn, normed, config_.intermediate_size, rows);
 }
 

@@ -59,10 +59,14 @@ struct Keys {
   }
 
   HashKeysParams Params(bool bulk) {
-    return {cache.view,       hash.data(),
-            codes.view,       lengths.view,
-            slots.data(),     bulk ? first_positions.data() : nullptr,
-            positions.data(), 4,
+    return {cache.view,
+            hash.data(),
+            codes.view,
+            lengths.view,
+            slots.data(),
+            bulk ? first_positions.data() : nullptr,
+            positions.data(),
+            4,
             of.centred ? centres.data() : nullptr};
   }
   const float* Centre(int32_t slot, int32_t head) const {
@@ -217,8 +221,8 @@ void TestQueries(const KernelTable& path, Random& random) {
       const Guarded<int32_t> slots = BufferOf({2, -1, 0, 3});
       const int64_t of_query = int64_t{kHashPlanes} * c.words;
       Guarded<int32_t> codes(rows * heads * of_query), alone(heads * of_query);
-      HashQueriesParams p = {q.data(), stride, slots.data(), hash.data(), codes.data(), rows,
-                             heads,    c.kv_heads, c.head_dim, c.words,   levels};
+      HashQueriesParams p = {q.data(), stride,     slots.data(), hash.data(), codes.data(), rows,
+                             heads,    c.kv_heads, c.head_dim,   c.words,     levels};
       RunThreads(path.hash_queries, p, 3);
       CHECK(codes.Damage() == "");
       int64_t undecided = 0;
@@ -345,8 +349,8 @@ void TestScores(const KernelTable& path, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("scores of codes are exact, of wanted lists alone", TestScores)
 
-// Levels estimate products: of keys of one length, which have a common part, the one that lies in the
-// direction of a query has the largest score.
+// Levels estimate products: of keys of one length, which have a common part, the one that lies in
+// the direction of a query has the largest score.
 TEST_CASE("the key in the direction of a query has the largest score of keys of its length") {
   Random random(11);
   const CodeCase c = {"", 1, 64, 8, 16, kF32, kF32, false, true};

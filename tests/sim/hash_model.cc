@@ -183,7 +183,7 @@ class HashModelImpl : public HashModel {
       }
       KvAttention& attention = *policy.kv_attention();
       if (layer == 0) LookAhead(host, in, 0, attention);
-      LookAhead(host, in, layer + 1, attention);
+      if (layer == 0 || !attention.LooksEarly()) LookAhead(host, in, layer + 1, attention);
       host.Enqueue<Step>(&Project, {this, in, layer});
       kernels::RopeAppendParams append{};
       append.qkv = qkv_.as<float>();
@@ -205,6 +205,7 @@ class HashModelImpl : public HashModel {
       attend.scale = kScale;
       attend.out_type = DType::kFloat32;
       attention.Attend(stream, layer, attend);
+      if (attention.LooksEarly()) LookAhead(host, in, layer + 2, attention);
     }
     host.Enqueue<Step>(&MixIn, {this, in, kLayers});
     host.Enqueue<Step>(&Logits, {this, in, kLayers});
@@ -220,7 +221,7 @@ class HashModelImpl : public HashModel {
   };
   // Keeps the real model's order: DenseModel::LookAhead.
   void LookAhead(HostStream& host, const StepInputs& in, int layer, KvAttention& attention) {
-    if (in.decode_rows == 0 || layer == kLayers || !attention.LooksAhead(layer)) return;
+    if (in.decode_rows == 0 || layer >= kLayers || !attention.LooksAhead(layer)) return;
     // As there, this comes before its input changes; two layers' predictions are under way at once.
     StepInputs to_predict = in;
     if (!attention.FollowsDrift()) to_predict.numbers = nullptr;

@@ -29,7 +29,7 @@ constexpr int kThreads = kBlockBits * kParts;
 constexpr int kTile = 16;  // vectors
 constexpr int kEach = kTile / kParts;
 constexpr int kMaxDim = 256;
-constexpr int kPad = 4;         // floats between vectors in shared memory
+constexpr int kPad = 4;  // floats between vectors in shared memory
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr int kBulkParts = 16;  // blocks that share a (row, head, bits)
 
@@ -190,8 +190,11 @@ __global__ void __launch_bounds__(kThreads)
     const int at = begin + part * kEach + i, row = at / group;
     if (at >= all || word >= p.words || lane >= kHashPlanes || p.slots[row] < 0) continue;
     const int64_t query = int64_t{row} * p.heads + head * group + at % group;
-    p.codes[(query * kHashPlanes + lane) * p.words + word] = static_cast<int32_t>(
-        lane == 0 ? planes[0] : lane == 1 ? planes[1] : lane == 2 ? planes[2] : planes[3]);
+    p.codes[(query * kHashPlanes + lane) * p.words + word] =
+        static_cast<int32_t>(lane == 0   ? planes[0]
+                             : lane == 1 ? planes[1]
+                             : lane == 2 ? planes[2]
+                                         : planes[3]);
   }
   cluster.sync();  // no block ends while another reads its `largest`
 }
@@ -288,7 +291,8 @@ cudaError_t LaunchHashQueries(const HashQueriesParams& p, cudaStream_t stream) {
   return LaunchClusters(
       HashQueriesKernel,
       dim3(static_cast<unsigned>(p.kv_heads * chunks), static_cast<unsigned>(tiles)),
-      dim3(kThreads), dim3(static_cast<unsigned>(chunks)), static_cast<size_t>(SharedBytes(p.head_dim)), stream, p, chunks);
+      dim3(kThreads), dim3(static_cast<unsigned>(chunks)),
+      static_cast<size_t>(SharedBytes(p.head_dim)), stream, p, chunks);
 }
 
 }  // namespace sluice::kernels::cuda

@@ -1,5 +1,5 @@
-// Scores of hash codes (kernels/hash_params.h), exact: the agreement of the group's queries with each
-// key, times the key's length.
+// Scores of hash codes (kernels/hash_params.h), exact: the agreement of the group's queries with
+// each key, times the key's length.
 //
 // Bytes: 34 a token and list at 256 bits, and 4 for its score: 22 us for ten rows of 64K tokens and
 // 8 KV heads at 4.3 TB/s, if every list is wanted. Operations: the bits that a plane of a query has
@@ -123,13 +123,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int half = 0; half < kWarpKeys / 32; ++half) {
       const int token = min(first + half * 32 + lane, end - 1);
-      const auto mine =
-          reinterpret_cast<uint64_t>(RowAt<uint32_t>(p.codes, slot, token, head));
+      const auto mine = reinterpret_cast<uint64_t>(RowAt<uint32_t>(p.codes, slot, token, head));
       lengths[half] = LengthOf(p.lengths, slot, token, head);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // tile 2 half + i / 2, keys lane / 4 and that + 8
-        const auto* const code = reinterpret_cast<const uint32_t*>(
-            __shfl_sync(kAllLanes, mine, i * 8 + lane / 4));
+        const auto* const code =
+            reinterpret_cast<const uint32_t*>(__shfl_sync(kAllLanes, mine, i * 8 + lane / 4));
         const uint2 two = TwoWords<aligned>(code, word, words);
         a[2 * half + i / 2][i % 2] = two.x;
         a[2 * half + i / 2][i % 2 + 2] = two.y;
@@ -146,8 +145,8 @@ __global__ void __launch_bounds__(kThreads)
         AddCommonBits(a[tile], high, of_high);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int levels = of_low[2 * i] + 2 * of_low[2 * i + 1] + 4 * of_high[2 * i] -
-                             8 * of_high[2 * i + 1];
+          const int levels =
+              of_low[2 * i] + 2 * of_low[2 * i + 1] + 4 * of_high[2 * i] - 8 * of_high[2 * i + 1];
           const int agreement = 2 * levels - of_no_bits;
           best[tile][i] = quad == 0 ? agreement : Combined(best[tile][i], agreement, sum);
         }
@@ -187,7 +186,8 @@ cudaError_t LaunchHashScores(const HashScoresParams& p, cudaStream_t stream) {
   if (p.rows < 0 || kv_heads < 1 || p.heads < kv_heads || p.heads % kv_heads != 0 || words < 1 ||
       words > kMaxWords || p.heads / kv_heads > kMaxGroup || p.codes.rows_per_page < 1 ||
       p.lengths.rows_per_page < 1 || p.score_stride < 1 ||
-      p.score_stride > int64_t{65535} * kBlockTokens || p.reduction == GroupReduction::kSoftmaxSum) {
+      p.score_stride > int64_t{65535} * kBlockTokens ||
+      p.reduction == GroupReduction::kSoftmaxSum) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;

@@ -61,7 +61,7 @@ constexpr Preset kPresets[] = {
     {"clo-paper", "clo",
      [](PolicyOptions& o) {
        o.clo.refill = Refill::kReplace;
-       o.clo.refresh = o.clo.drift = false;
+       o.clo.refresh = o.clo.drift = o.clo.early = false;
        o.rehearsals = 0;
        SelectAsPublished(o);
      }},
@@ -162,6 +162,7 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.clo.persistent_share = value; }},
     {"ahead", "clo", false,
      [](PolicyOptions& o, double value) { o.clo.persistent_ahead = value != 0; }},
+    {"early", "clo", false, [](PolicyOptions& o, double value) { o.clo.early = value != 0; }},
     {"replace", "clo", false,
      [](PolicyOptions& o, double value) {
        o.clo.refill = value != 0 ? Refill::kReplace : Refill::kDelta;
@@ -170,8 +171,7 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.clo.hash_bits = static_cast<int>(value); }},
     {"levels", "clo", true,
      [](PolicyOptions& o, double value) { o.clo.hash_levels = static_cast<int>(value); }},
-    {"centred", "clo", false,
-     [](PolicyOptions& o, double value) { o.clo.centred = value != 0; }},
+    {"centred", "clo", false, [](PolicyOptions& o, double value) { o.clo.centred = value != 0; }},
     {"mover", "clo", false,
      [](PolicyOptions& o, double value) {
        o.clo.mover = value != 0 ? PolicyOptions::Mover::kCpu : PolicyOptions::Mover::kUva;

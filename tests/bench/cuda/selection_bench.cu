@@ -1,7 +1,7 @@
 // Times selection on a GPU, in Qwen3-14B's geometry (40 query and 8 KV heads of 128, blocks of
 // 32), beside plain reads of as many bytes in the same run: digests' scores and top-k, one after
 // the other in a graph, over operands that rotate so that no launch finds its digests in L2; scores
-// of key codes;
+// of key codes and of hash codes;
 // digests of decode rows; and digests of a whole prompt over the link.
 //
 //   sluice-selection-bench [SUBSTRING OF A CASE'S NAME]
@@ -180,6 +180,49 @@ class Bench {
           }));
   }
 
+  // Times scores of hash codes of 256 bits, and lengths, for groups of `group` query heads.
+  void Hash(int rows, int context, int group) {
+    const std::string name = "hash scores, " + std::to_string(rows) + " x " +
+                             std::to_string(context >> 10) + "K, groups of " +
+                             std::to_string(group);
+    if (!Wants(name)) return;
+    constexpr int32_t kWords = 8, kLengthsOfPage = 8192;
+    const int64_t heads = int64_t{kKvHeads} * group, tokens = int64_t{rows} * kKvHeads * context;
+    HashScoresParams p{};
+    std::mt19937 random(5);
+    std::vector<int32_t> codes(static_cast<size_t>(rows * heads * kHashPlanes * kWords));
+    for (int32_t& word : codes) word = static_cast<int32_t>(random());
+    p.q_codes = DeviceCopy(codes);
+    p.slots = DeviceCopy(Slots(rows));
+    p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1));
+    p.codes = Codes(arena_, pages_, context);
+    p.codes.dim = kWords;
+    p.lengths = {arena_,
+                 nullptr,
+                 (context - 1) / kLengthsOfPage + 1,
+                 kPageBytes,
+                 2 * kLengthsOfPage,
+                 kLengthsOfPage,
+                 1,
+                 DType::kBFloat16,
+                 kKvHeads};
+    p.score_stride = context;
+    p.scores = DeviceArray<float>(tokens);
+    p.rows = rows;
+    p.heads = static_cast<int32_t>(heads);
+    p.reduction = GroupReduction::kMax;
+    const int64_t of_codes = p.codes.table_stride * rows,
+                  of_lengths = p.lengths.table_stride * rows;
+    const int64_t sets = std::max<int64_t>(1, kArenaBytes / kPageBytes / (of_codes + of_lengths));
+    Print(name, static_cast<double>(tokens) * (4 * kWords + 2 + 4),
+          Time(kLaunches, kReplays, [&](int i, cudaStream_t stream) {
+            HashScoresParams of_set = p;
+            of_set.codes.page_table = pages_ + i % sets * (of_codes + of_lengths);
+            of_set.lengths.page_table = of_set.codes.page_table + of_codes;
+            Check(cuda::LaunchHashScores(of_set, stream), "hash scores");
+          }));
+  }
+
   // Times rows that extend their newest block, or one row that begins at 0.
   void Digest(int rows, int context, bool bulk, bool codes) {
     const std::string name = (codes ? "digests and codes of " : "digests of ") +
@@ -351,6 +394,9 @@ int main(int argc, char** argv) {
   bench.Refine(10, 64 << 10, GroupReduction::kMax, "max");
   bench.Refine(1, 64 << 10, GroupReduction::kMax, "max");
   bench.Refine(10, 64 << 10, GroupReduction::kSoftmaxSum, "softmax-sum");
+  for (const int group : {4, 5, 8}) bench.Hash(10, 64 << 10, group);
+  bench.Hash(1, 128 << 10, 4);
+  bench.Hash(14, 32 << 10, 4);
   bench.Top(10, 2048, 32, 64, 2, kNoMargin);
   bench.Top(1, 2048, 32, 64, 2, kNoMargin);
   bench.Top(64, 2048, 32, 64, 2, kNoMargin);

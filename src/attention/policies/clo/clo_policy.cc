@@ -43,6 +43,7 @@ class CloPolicy : public OffloadPolicy {
                                     options().clo.persistent_ahead);
   }
   bool FollowsDrift() const override { return options().clo.drift; }
+  bool LooksEarly() const override { return options().clo.early; }
   int rehearsals() const override { return options().rehearsals; }
 
   PolicyStatistics Statistics() const override { return fetch_->Statistics(); }
@@ -231,9 +232,9 @@ class CloPolicy : public OffloadPolicy {
     const bool ahead = use == TokenFetch::Use::kBring;
     auto* const codes = (ahead ? tables_.predicted_codes : tables_.q_codes).as<int32_t>();
     kernels().HashQueries(
-        stream, {queries.q, queries.stride, queries.slots, Hash(layer), codes, queries.rows,
-                 queries.heads, kv_heads(), static_cast<int32_t>(hash_.head_dim), words(),
-                 options().clo.hash_levels});
+        stream,
+        {queries.q, queries.stride, queries.slots, Hash(layer), codes, queries.rows, queries.heads,
+         kv_heads(), static_cast<int32_t>(hash_.head_dim), words(), options().clo.hash_levels});
     kernels::HashScoresParams params{};
     params.q_codes = codes;
     params.wanted = wanted;
@@ -310,9 +311,8 @@ absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& opti
   std::memset(t.no_labels.data(), 0xFF, t.no_labels.bytes());
   SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, lists, &t.missed));
   for (Buffer* codes : {&t.predicted_codes, &t.q_codes}) {
-    SLUICE_RETURN_IF_ERROR(
-        tables.Words(MemoryKind::kDevice,
-                     rows * options.heads * kernels::kHashPlanes * hash.bits / 32, codes));
+    SLUICE_RETURN_IF_ERROR(tables.Words(
+        MemoryKind::kDevice, rows * options.heads * kernels::kHashPlanes * hash.bits / 32, codes));
   }
   if (persistent.empty()) return t;
   std::vector<int32_t> is, is_not;
