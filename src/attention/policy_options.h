@@ -123,11 +123,13 @@ struct PolicyOptions {
     uint64_t seed = 1;  // of the random hash matrices
     // From sluice-profile. `hash` is [layers][kv_heads][head_dim][hash_bits]; empty: random
     // directions. `importance` is [layers][heads], s of equation 10; empty: 1. `thresholds` is
-    // [layers][kv_heads] and takes the place of `similarity`; empty: none. `difficulty` is
-    // [layers][kv_heads] (policies/clo/head_thresholds.h).
-    std::vector<float> hash, importance, thresholds, difficulty;
-    // The share of the heads that are persistent: layer 0 first, then the most difficult. A
-    // persistent head's whole cache lies in HBM, and it selects in every step.
+    // [layers][kv_heads] and takes the place of `similarity`; empty: none. `difficulty` and
+    // `misses` are [layers][kv_heads], and `prefetchable` is a number of heads
+    // (policies/clo/head_thresholds.h).
+    std::vector<float> hash, importance, thresholds, difficulty, misses;
+    double prefetchable = 0;
+    // The share of the heads that are persistent at most (PersistentHeads). A persistent head's
+    // whole cache lies in HBM, and it selects in every step.
     double persistent_share = 0;
     // The following are for benches alone. kReplace: a head that misses fetches all that it
     // selected, as published. kDelta: it fetches what is new.

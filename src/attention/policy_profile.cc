@@ -240,7 +240,10 @@ absl::Status ParseSimilarities(const ConfigReader& reader, PolicyProfile* profil
   SLUICE_ASSIGN_OR_RETURN(const int64_t kv_heads, of.Int("kv_heads", 1, 4096));
   profile->clo.kv_heads = static_cast<int32_t>(kv_heads);
   SLUICE_RETURN_IF_ERROR(ParseNumbers(of, "gates", 0, &profile->clo.gates));
-  return ParseNumbers(of, "similarities", -1, &profile->clo.similarities);
+  SLUICE_RETURN_IF_ERROR(ParseNumbers(of, "similarities", -1, &profile->clo.similarities));
+  SLUICE_RETURN_IF_ERROR(ParseNumbers(of, "misses", 0, &profile->clo.misses));
+  SLUICE_ASSIGN_OR_RETURN(profile->clo.prefetchable, of.NumberOr("prefetchable", 0, 1e9, 0));
+  return absl::OkStatus();
 }
 
 // Fills in what policy clo takes. A KV head's gate is the largest of its query heads'.
@@ -249,7 +252,7 @@ absl::Status ApplySimilarities(const PolicyProfile::Similarities& profile,
   if (profile.gates.empty()) return absl::OkStatus();
   const size_t lists = static_cast<size_t>(layout.layers * layout.kinds[0].heads);
   if (profile.kv_heads != layout.kinds[0].heads || profile.similarities.size() != lists ||
-      profile.gates.size() % lists != 0 ||
+      profile.misses.size() != lists || profile.gates.size() % lists != 0 ||
       (options->heads > 0 &&
        profile.gates.size() != static_cast<size_t>(layout.layers * options->heads))) {
     return DoesNotFit(absl::StrCat("it has ", profile.gates.size(), " gates and ",
@@ -259,6 +262,8 @@ absl::Status ApplySimilarities(const PolicyProfile::Similarities& profile,
   }
   PolicyOptions::Clo& clo = options->clo;
   clo.importance = profile.gates;
+  clo.misses = profile.misses;
+  clo.prefetchable = profile.prefetchable;
   const size_t group = profile.gates.size() / lists;
   for (size_t list = 0; list < lists; ++list) {
     const auto first = profile.gates.begin() + static_cast<int64_t>(list * group);
@@ -301,7 +306,9 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
   if (!profile.clo.gates.empty()) {
     root["clo"] = {{"kv_heads", profile.clo.kv_heads},
                    {"gates", profile.clo.gates},
-                   {"similarities", profile.clo.similarities}};
+                   {"similarities", profile.clo.similarities},
+                   {"misses", profile.clo.misses},
+                   {"prefetchable", profile.clo.prefetchable}};
   }
   WriteMissProfile(profile.misses, &root);
   SLUICE_RETURN_IF_ERROR(WriteMatrices(kProjection, path, profile, profile.projection, &root));

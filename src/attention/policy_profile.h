@@ -59,6 +59,9 @@ struct PolicyProfile {
     int32_t kv_heads = 0;
     std::vector<float> gates;         // [layers][heads]; empty: not measured
     std::vector<float> similarities;  // [layers][kv_heads], of queries in neighbouring steps
+    std::vector<float> misses;        // [layers][kv_heads], the share of lookups at a cosine of 0.8
+    // Refills of a head that a layer hides, per row (PrefetchableHeads); 0: not measured.
+    double prefetchable = 0;
   } clo;
 
   MissProfile misses;  // may be empty

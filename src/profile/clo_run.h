@@ -28,7 +28,12 @@ struct CloHead {
   double similarity = 0;        // of each row's queries with those of the row before
   int64_t hits = 0, lookups = 0;
 
-  double MeanSimilarity() const { return lookups == 0 ? 1 : similarity / lookups; }
+  double MeanSimilarity() const {
+    return lookups == 0 ? 1 : similarity / static_cast<double>(lookups);
+  }
+  double MissShare() const {
+    return lookups == 0 ? 0 : 1 - static_cast<double>(hits) / static_cast<double>(lookups);
+  }
 };
 
 // Adds a prompt's rows. The rows of the second half count. Similarities are those of equation 10

@@ -190,6 +190,12 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Number("hgca-share", "share of the attention outside that window that is to be selected", 0,
                1, &o.hgca_share);
   flags.Switch("clo", "measure the heads for policy clo", &o.clo);
+  flags.Integer("clo-batch",
+                "with --clo: sequences that are decoded together, for the number of heads whose "
+                "fetches a layer hides; 0: do not measure it",
+                0, 1 << 16, &o.clo_batch);
+  flags.Integer("clo-context", "tokens of these sequences", 1, int64_t{1} << 30, &o.clo_context);
+  flags.Integer("clo-divisor", "clo_budget_divisor, as served", 1, 1 << 20, &o.clo_divisor);
   flags.Switch("hash", "train hash matrices for policy clo", &o.hash);
   flags.Integer("hash-tokens", "tokens that hash matrices are trained by, spread over the prompts",
                 128, 1 << 20, &o.hash_tokens);

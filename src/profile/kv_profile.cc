@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/policies/clo/head_thresholds.h"
 #include "src/attention/policies/recall/projection.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
@@ -355,13 +356,42 @@ class Profiler {
           gates += gate / (kv_heads * static_cast<double>(of.outside.size()));
         }
         profile_.clo.similarities.push_back(static_cast<float>(of.MeanSimilarity()));
+        profile_.clo.misses.push_back(static_cast<float>(of.MissShare()));
         least = std::min(least, of.MeanSimilarity());
         mean += of.MeanSimilarity() / kv_heads;
-        hits += static_cast<double>(of.hits) / static_cast<double>(of.lookups) / kv_heads;
+        hits += (1 - of.MissShare()) / kv_heads;
       }
       std::printf("%5d %11.3f %11.3f %11.3f %11.3f %8.1f%%\n", layer, least_gate, gates, least,
                   mean, 100 * hits);
     }
+    return options_.clo_batch == 0 ? absl::OkStatus() : MeasurePrefetchable();
+  }
+
+  // Equation 12 of CLO. A layer takes at least the time in which what it reads of HBM is read.
+  absl::Status MeasurePrefetchable() {
+    SLUICE_ASSIGN_OR_RETURN(const DeviceRates rates, device_->MeasureRates(1));
+    const CacheLayout& layout = model_->cache_layout();
+    const auto rows = static_cast<double>(options_.clo_batch);
+    const double selected =
+        static_cast<double>(options_.clo_context) / static_cast<double>(options_.clo_divisor);
+    const auto token_bytes = static_cast<double>(layout.kinds[0].bytes_per_token);
+    const double refill = rows * selected * token_bytes;
+    const double layer_bytes = static_cast<double>(model_->weight_bytes()) / layout.layers +
+                               refill * layout.kinds[0].heads;
+    const double seconds = layer_bytes / rates.memory.hbm;
+    profile_.clo.prefetchable = PrefetchableHeads(seconds, rates.memory.to_device, refill);
+    std::printf(
+        "\n%lld sequences of %lld tokens: a layer reads %.1f MB of HBM in %.0f us at %.0f GB/s; a "
+        "refill of a head has\n%.1f MB; the link carries %.2f of them in that time, at %.1f GB/s\n",
+        static_cast<long long>(options_.clo_batch), static_cast<long long>(options_.clo_context),
+        layer_bytes * 1e-6, seconds * 1e6, rates.memory.hbm * 1e-9, refill * 1e-6,
+        profile_.clo.prefetchable, rates.memory.to_device * 1e-9);
+    const std::vector<uint8_t> persistent =
+        PersistentHeads(layout.layers, layout.kinds[0].heads, {{}, profile_.clo.misses}, 1,
+                        profile_.clo.prefetchable);
+    std::printf("heads that are persistent for it: %.1f %%\n",
+                100.0 * static_cast<double>(std::ranges::count(persistent, 1)) /
+                    static_cast<double>(persistent.size()));
     return absl::OkStatus();
   }
 

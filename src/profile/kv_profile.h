@@ -31,6 +31,9 @@ struct KvProfileOptions {
   bool margins = false;
   double recall_share = 0.99;
   bool clo = false;
+  // Rows and tokens of the batch that is planned, and the divisor of the budget as served: for the
+  // number of heads whose refills are hidden. 0 rows: it is not measured.
+  int64_t clo_batch = 0, clo_context = 32768, clo_divisor = 10;
   bool hash = false;
   int64_t hash_tokens = 2048;
   bool betas = false;

@@ -28,6 +28,7 @@ constexpr int kBlockTokens = 4 * kWarps * kWarpKeys;
 constexpr int kMaxWords = kMaxHashBits / 32;
 constexpr int kQuad = 4;  // queries that share two products
 constexpr int kMaxGroup = 64;
+constexpr int kBlocksPerSm = 3;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 static_assert(kMaxWords == 8, "a product takes 256 bits");
 
@@ -92,9 +93,76 @@ __device__ __forceinline__ uint2 TwoWords(const uint32_t* code, int word, int wo
 
 __device__ __forceinline__ int Combined(int a, int b, bool sum) { return sum ? a + b : max(a, b); }
 
+// The keys that a warp takes at a time: codes as first factors of products (mma.m16n8k256, A), and
+// the lengths of keys `lane` and 32 + `lane`.
+struct Keys {
+  uint32_t codes[kTiles][4];
+  float lengths[kWarpKeys / 32];
+};
+
+// Reads keys from `first` on. A key behind the last one is the last one once more.
+template <bool aligned>
+__device__ __forceinline__ void ReadKeys(const HashScoresParams& p, int slot, int head, int first,
+                                         int end, Keys* keys) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, word = lane % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < kWarpKeys / 32; ++half) {
+    const int token = min(first + half * 32 + lane, end - 1);
+    const auto mine = reinterpret_cast<uint64_t>(RowAt<uint32_t>(p.codes, slot, token, head));
+    keys->lengths[half] = LengthOf(p.lengths, slot, token, head);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // tile 2 half + i / 2, keys lane / 4 and that + 8
+      const auto* const code =
+          reinterpret_cast<const uint32_t*>(__shfl_sync(kAllLanes, mine, i * 8 + lane / 4));
+      const uint2 two = TwoWords<aligned>(code, word, p.codes.dim);
+      keys->codes[2 * half + i / 2][i % 2] = two.x;
+      keys->codes[2 * half + i / 2][i % 2 + 2] = two.y;
+    }
+  }
+}
+
+// Writes the scores of these keys to scores[first] and up.
+__device__ __forceinline__ void WriteScores(const Planes& planes, const Keys& keys, int quads,
+                                            bool sum, int first, int end, float* scores) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int best[kTiles][2];
+  for (int quad = 0; quad < quads; ++quad) {
+    const uint2 low = planes.words[quad][0][lane], high = planes.words[quad][1][lane];
+    const int of_no_bits = planes.of_no_bits[quad * kQuad + lane % 4];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      int of_low[4] = {}, of_high[4] = {};
+      AddCommonBits(keys.codes[tile], low, of_low);
+      AddCommonBits(keys.codes[tile], high, of_high);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int levels =
+            of_low[2 * i] + 2 * of_low[2 * i + 1] + 4 * of_high[2 * i] - 8 * of_high[2 * i + 1];
+        const int agreement = 2 * levels - of_no_bits;
+        best[tile][i] = quad == 0 ? agreement : Combined(best[tile][i], agreement, sum);
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < kWarpKeys / 32; ++half) {
+    int score = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int of_group = best[2 * half + i / 2][i % 2];
+      of_group = Combined(of_group, __shfl_xor_sync(kAllLanes, of_group, 1), sum);
+      of_group = Combined(of_group, __shfl_xor_sync(kAllLanes, of_group, 2), sum);
+      // Keys 8 i to 8 i + 7 of this half, each in four lanes.
+      const int of_key = __shfl_sync(kAllLanes, of_group, lane % 8 * 4);
+      score = lane / 8 == i ? of_key : score;
+    }
+    const int token = first + half * 32 + lane;
+    if (token < end) scores[token] = static_cast<float>(score) * keys.lengths[half];
+  }
+}
+
 // Grid: (lists, runs of kBlockTokens tokens).
 template <bool aligned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     HashScoresKernel(const __grid_constant__ HashScoresParams p) {
   __shared__ Planes planes;
   WaitForPriorKernels();
@@ -108,65 +176,19 @@ __global__ void __launch_bounds__(kThreads)
   float* const scores = p.scores + list * p.score_stride;
   if (begin == 0 && threadIdx.x == 0) scores[tokens] = -INFINITY;
   if (begin >= tokens) return;
+  const int end = min(begin + kBlockTokens, tokens), step = kWarps * kWarpKeys;
+  // The next keys are on their way while these are scored.
+  int first = begin + static_cast<int>(threadIdx.x) / 32 * kWarpKeys;
+  Keys keys, next;
+  ReadKeys<aligned>(p, slot, head, first, end, &keys);
   const bool sum = p.reduction == GroupReduction::kMean;
   MakePlanes(p.q_codes + (int64_t{row} * p.heads + head * group) * kHashPlanes * words, group,
              words, sum, &planes);
   const int quads = (group + kQuad - 1) / kQuad;
-  const int lane = static_cast<int>(threadIdx.x) % 32, word = lane % 4 * 2;
-  const int end = min(begin + kBlockTokens, tokens);
-  for (int first = begin + static_cast<int>(threadIdx.x) / 32 * kWarpKeys; first < end;
-       first += kWarps * kWarpKeys) {
-    // Lane l finds the codes of keys l and 32 + l, and has their lengths. A key behind the last one
-    // is the last one once more.
-    uint32_t a[kTiles][4];
-    float lengths[kWarpKeys / 32];
-#pragma unroll
-    for (int half = 0; half < kWarpKeys / 32; ++half) {
-      const int token = min(first + half * 32 + lane, end - 1);
-      const auto mine = reinterpret_cast<uint64_t>(RowAt<uint32_t>(p.codes, slot, token, head));
-      lengths[half] = LengthOf(p.lengths, slot, token, head);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // tile 2 half + i / 2, keys lane / 4 and that + 8
-        const auto* const code =
-            reinterpret_cast<const uint32_t*>(__shfl_sync(kAllLanes, mine, i * 8 + lane / 4));
-        const uint2 two = TwoWords<aligned>(code, word, words);
-        a[2 * half + i / 2][i % 2] = two.x;
-        a[2 * half + i / 2][i % 2 + 2] = two.y;
-      }
-    }
-    int best[kTiles][2];
-    for (int quad = 0; quad < quads; ++quad) {
-      const uint2 low = planes.words[quad][0][lane], high = planes.words[quad][1][lane];
-      const int of_no_bits = planes.of_no_bits[quad * kQuad + lane % 4];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        int of_low[4] = {}, of_high[4] = {};
-        AddCommonBits(a[tile], low, of_low);
-        AddCommonBits(a[tile], high, of_high);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int levels =
-              of_low[2 * i] + 2 * of_low[2 * i + 1] + 4 * of_high[2 * i] - 8 * of_high[2 * i + 1];
-          const int agreement = 2 * levels - of_no_bits;
-          best[tile][i] = quad == 0 ? agreement : Combined(best[tile][i], agreement, sum);
-        }
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < kWarpKeys / 32; ++half) {
-      int score = 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int of_group = best[2 * half + i / 2][i % 2];
-        of_group = Combined(of_group, __shfl_xor_sync(kAllLanes, of_group, 1), sum);
-        of_group = Combined(of_group, __shfl_xor_sync(kAllLanes, of_group, 2), sum);
-        // Keys 8 i to 8 i + 7 of this half, each in four lanes.
-        const int of_key = __shfl_sync(kAllLanes, of_group, lane % 8 * 4);
-        score = lane / 8 == i ? of_key : score;
-      }
-      const int token = first + half * 32 + lane;
-      if (token < end) scores[token] = static_cast<float>(score) * lengths[half];
-    }
+  for (; first < end; first += step) {
+    if (first + step < end) ReadKeys<aligned>(p, slot, head, first + step, end, &next);
+    WriteScores(planes, keys, quads, sum, first, end, scores);
+    keys = next;
   }
 }
 

@@ -151,7 +151,10 @@ constexpr Setting kSettings[] = {
     {"divisor", "clo", false,
      [](PolicyOptions& o, double value) { o.clo.budget_divisor = static_cast<int>(value); }},
     {"similarity", "clo", false,
-     [](PolicyOptions& o, double value) { o.clo.similarity = static_cast<float>(value); }},
+     [](PolicyOptions& o, double value) {
+       o.clo.similarity = static_cast<float>(value);
+       o.clo.thresholds.clear();  // of a profile
+     }},
     // Values of kernels::SimilarityRule: 0 the paper's, 1 the least, 2 the mean.
     {"rule", "clo", false,
      [](PolicyOptions& o, double value) {
@@ -160,6 +163,8 @@ constexpr Setting kSettings[] = {
     {"refresh", "clo", false, [](PolicyOptions& o, double value) { o.clo.refresh = value != 0; }},
     {"persistent", "clo", false,
      [](PolicyOptions& o, double value) { o.clo.persistent_share = value; }},
+    {"prefetchable", "clo", false,
+     [](PolicyOptions& o, double value) { o.clo.prefetchable = value; }},
     {"ahead", "clo", false,
      [](PolicyOptions& o, double value) { o.clo.persistent_ahead = value != 0; }},
     {"early", "clo", false, [](PolicyOptions& o, double value) { o.clo.early = value != 0; }},

@@ -348,6 +348,7 @@ absl::Status Check(const PolicyOptions& options, const HashShape& hash, int64_t 
       CheckCount(options, "clo.importance", clo.importance.size(), hash.layers * options.heads));
   SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.thresholds", clo.thresholds.size(), lists));
   SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.difficulty", clo.difficulty.size(), lists));
+  SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.misses", clo.misses.size(), lists));
   if (options.budget_tokens < ring + kSinkTokens) {
     return OutOfRange(
         options, "budget_tokens",
@@ -411,8 +412,9 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyO
   const int divisor = options.clo.budget_divisor;
   tier_options.recall_share =
       std::max(divisor > 0 ? 1.0 / divisor : 0.0, options.clo.resident_share);
-  tier_options.persistent = HardestHeads(hash.layers, hash.kv_heads, options.clo.difficulty,
-                                         options.clo.persistent_share);
+  tier_options.persistent =
+      PersistentHeads(hash.layers, hash.kv_heads, {options.clo.difficulty, options.clo.misses},
+                      options.clo.persistent_share, options.clo.prefetchable);
   tier_options.unit_tokens = kUnitTokens;
   tier_options.arrays = {
       {"hash codes", 1, static_cast<int32_t>(hash.bits / 32), kernels::DType::kFloat32},

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 namespace sluice {
 namespace {
@@ -21,25 +20,45 @@ float DifficultyOf(double threshold, double similarity) {
   return static_cast<float>(threshold - (similarity - kSimilarityError));
 }
 
-std::vector<uint8_t> HardestHeads(int64_t layers, int64_t kv_heads,
-                                  const std::vector<float>& difficulty, double share) {
+double PrefetchableHeads(double layer_seconds, double link_rate, double refill_bytes) {
+  return layer_seconds * link_rate / refill_bytes;
+}
+
+std::vector<uint8_t> PersistentHeads(int64_t layers, int64_t kv_heads, const HeadLoads& loads,
+                                     double share, double prefetchable) {
   const int64_t heads = layers * kv_heads;
-  const int64_t wanted = std::llround(share * static_cast<double>(heads));
-  if (wanted == 0) return {};
+  int64_t left = std::llround(share * static_cast<double>(heads));
+  if (left == 0) return {};
+  const auto of = [](const std::vector<float>& values, int64_t head, float alike) {
+    return values.empty() ? alike : values[static_cast<size_t>(head)];
+  };
   std::vector<uint8_t> persistent(static_cast<size_t>(heads));
-  const int64_t first = std::min(wanted, kv_heads), rest = heads - first, more = wanted - first;
-  std::fill_n(persistent.begin(), first, 1);
-  std::vector<int64_t> others(static_cast<size_t>(rest));
-  std::iota(others.begin(), others.end(), first);
-  if (difficulty.empty()) {
-    for (int64_t i = 0; i < more; ++i) persistent[static_cast<size_t>(first + i * rest / more)] = 1;
-    return persistent;
+  std::vector<double> misses(static_cast<size_t>(layers));  // of the other heads together
+  for (int64_t head = 0; head < heads; ++head) {
+    misses[static_cast<size_t>(head / kv_heads)] += double{of(loads.misses, head, 1)};
   }
-  std::stable_sort(others.begin(), others.end(), [&](int64_t a, int64_t b) {
-    return difficulty[static_cast<size_t>(a)] > difficulty[static_cast<size_t>(b)];
-  });
-  for (int64_t i = 0; i < more; ++i) {
-    persistent[static_cast<size_t>(others[static_cast<size_t>(i)])] = 1;
+  for (int64_t head = 0; head < kv_heads && left > 0; ++head, --left) {
+    persistent[static_cast<size_t>(head)] = 1;
+  }
+  misses[0] = -1;
+  for (; left > 0; --left) {
+    const auto most = std::ranges::max_element(misses);
+    if (*most < 0 || (prefetchable > 0 && *most <= prefetchable)) break;
+    const int64_t first = (most - misses.begin()) * kv_heads;
+    int64_t hardest = -1;
+    for (int64_t head = first; head < first + kv_heads; ++head) {
+      if (persistent[static_cast<size_t>(head)] != 0) continue;
+      if (hardest < 0 || of(loads.difficulty, head, 0) > of(loads.difficulty, hardest, 0)) {
+        hardest = head;
+      }
+    }
+    if (hardest < 0) {
+      *most = -1;  // all of its heads are persistent
+      ++left;
+      continue;
+    }
+    persistent[static_cast<size_t>(hardest)] = 1;
+    *most = std::max(*most - double{of(loads.misses, hardest, 1)}, 0.0);
   }
   return persistent;
 }

@@ -17,11 +17,25 @@ float ThresholdOf(double gate, double eta);
 // `similarity` is the mean similarity of its queries in neighbouring steps.
 float DifficultyOf(double threshold, double similarity);
 
-// Returns which heads are persistent, [layers][kv_heads]; empty: none is. These are a share of all
-// heads: layer 0 first, because nothing comes before it that could hide a fetch, then those of the
-// largest difficulty, [layers][kv_heads], lower ones first among equals. Without a difficulty
-// (empty) they lie at equal distances. REQUIRES: 0 <= share <= 1.
-std::vector<uint8_t> HardestHeads(int64_t layers, int64_t kv_heads,
-                                  const std::vector<float>& difficulty, double share);
+// Returns how many refills of a head a layer hides (equation 12): those that the link carries, at
+// `link_rate` bytes a second, in the `layer_seconds` that the layer computes. A refill has
+// `refill_bytes`: what the head selects, for every row of the batch.
+double PrefetchableHeads(double layer_seconds, double link_rate, double refill_bytes);
+
+// What is known of heads, [layers][kv_heads]. A list may be empty: then all heads are alike.
+struct HeadLoads {
+  std::vector<float> difficulty;
+  std::vector<float> misses;  // the share of a head's lookups that miss
+};
+
+// Returns which heads are persistent, [layers][kv_heads]; empty: none is. Layer 0 comes first,
+// because nothing comes before it that could hide a fetch. Then one head follows another, up to
+// `share` of all heads: the layer whose other heads miss most together, lower ones first among
+// equals, gives its most difficult one. So no layer waits much longer for the link than others. It
+// ends earlier where heads of every layer together miss at most `prefetchable` times a row, because
+// their fetches are hidden (equation 13, with what heads miss in place of the number of hard ones).
+// REQUIRES: 0 <= share <= 1.
+std::vector<uint8_t> PersistentHeads(int64_t layers, int64_t kv_heads, const HeadLoads& loads,
+                                     double share, double prefetchable);
 
 }  // namespace sluice

@@ -60,8 +60,9 @@ PolicyRig::Make TurningQueries(const PolicyRig::Shape& shape) {
 
 bool IsPersistent(const PolicyRig::Shape& shape, const PolicyOptions& options, int layer,
                   int head) {
-  const std::vector<uint8_t> persistent = HardestHeads(
-      shape.layers, shape.kv_heads, options.clo.difficulty, options.clo.persistent_share);
+  const std::vector<uint8_t> persistent =
+      PersistentHeads(shape.layers, shape.kv_heads, {options.clo.difficulty, options.clo.misses},
+                      options.clo.persistent_share, options.clo.prefetchable);
   return !persistent.empty() && persistent[static_cast<size_t>(layer * shape.kv_heads + head)] != 0;
 }
 
@@ -327,6 +328,7 @@ PolicyStatistics::Layer CheckAgainstNaive(const PolicyRig::Shape& shape, const N
                                      : static_cast<double>(std::ranges::count(c.persistent, 1)) /
                                            static_cast<double>(c.persistent.size());
   for (const uint8_t hard : c.persistent) options.clo.difficulty.push_back(hard);
+  options.clo.misses = options.clo.difficulty;
   options.clo.refill = c.refill;
   options.clo.persistent_ahead = c.ahead;
   if (c.as_hata) {
@@ -747,6 +749,7 @@ TEST_CASE("clo: options out of range are refused by name") {
   refused("clo_persistent_share: ", [](PolicyOptions& o) { o.clo.persistent_share = 1.1; });
   refused("clo_resident_share: ", [](PolicyOptions& o) { o.clo.resident_share = -0.1; });
   refused("clo.difficulty: ", [](PolicyOptions& o) { o.clo.difficulty = {1}; });
+  refused("clo.misses: ", [](PolicyOptions& o) { o.clo.misses = {1}; });
   refused("clo.thresholds: ", [](PolicyOptions& o) { o.clo.thresholds = {1, 1}; });
   refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 100; });
   refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 288; });
