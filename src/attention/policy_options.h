@@ -131,13 +131,13 @@ struct PolicyOptions {
     // The share of the heads that are persistent at most (PersistentHeads). A persistent head's
     // whole cache lies in HBM, and it selects in every step.
     double persistent_share = 0;
+    // True: a persistent head selects by predicted queries, as other heads do, so that nothing is
+    // between a layer's queries and its attention. False, as published: by its queries themselves.
+    bool persistent_ahead = true;
     // The following are for benches alone. kReplace: a head that misses fetches all that it
     // selected, as published. kDelta: it fetches what is new.
     enum class Refill { kDelta, kReplace };
     Refill refill = Refill::kDelta;
-    // False: a persistent head selects by its queries themselves, once they are known. True: by
-    // predicted ones, as other heads do, while the layer before runs.
-    bool persistent_ahead = false;
     // The share of a sequence's tokens that have a place for each head; 0: as many as it selects.
     double resident_share = 0;
     // False: every head selects in every step, and rows attend to that selection alone, not to all

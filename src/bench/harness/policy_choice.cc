@@ -61,7 +61,7 @@ constexpr Preset kPresets[] = {
     {"clo-paper", "clo",
      [](PolicyOptions& o) {
        o.clo.refill = Refill::kReplace;
-       o.clo.refresh = o.clo.drift = o.clo.early = false;
+       o.clo.refresh = o.clo.drift = o.clo.early = o.clo.persistent_ahead = false;
        o.rehearsals = 0;
        SelectAsPublished(o);
      }},
@@ -79,11 +79,13 @@ constexpr Preset kPresets[] = {
      [](PolicyOptions& o) {
        o.clo.reuse = false;
        o.clo.persistent_share = 1;
+       o.clo.persistent_ahead = false;
      }},
     {"hata-paper", "clo",
      [](PolicyOptions& o) {
        o.clo.reuse = false;
        o.clo.persistent_share = 1;
+       o.clo.persistent_ahead = false;
        SelectAsPublished(o);
      }},
     {"hgca", "hgca", [](PolicyOptions&) {}},
