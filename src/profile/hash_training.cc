@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <mutex>
 #include <numeric>
 #include <random>
 #include <thread>
 
+#include "kernels/hash_params.h"
 #include "src/attention/policies/clo/hash_matrix.h"
 #include "src/profile/head_math.h"
 
@@ -19,13 +21,21 @@ using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMa
 
 constexpr int64_t kQueries = 48, kKeys = 384;  // of a step
 constexpr float kSteepness = 2;                // of tanh, for directions of variance 1
-// The share of agreeing bits is an angle, which near a right angle falls pi / 2 times as fast as
-// its cosine.
-constexpr float kCosineOfAngle = 1.5707963f;
+constexpr float kHalfPi = 1.5707963f;
 constexpr float kRate = 0.02f;  // Adam's, with its usual decays
 
 int64_t TokensOf(const HeadQueries& head, int64_t head_dim) {
   return static_cast<int64_t>(head.k.size()) / head_dim;
+}
+
+// Returns the mean of keys at equal distances (kernels::KeyCentresParams).
+Eigen::RowVectorXf CentreOf(const HeadQueries& head, int64_t head_dim) {
+  const int64_t tokens = TokensOf(head, head_dim);
+  const int64_t count = std::min<int64_t>(tokens, kernels::kCentreKeys);
+  const Eigen::Map<const Matrix> keys(head.k.data(), tokens, head_dim);
+  Eigen::RowVectorXf sum = Eigen::RowVectorXf::Zero(head_dim);
+  for (int64_t i = 0; i < count; ++i) sum += keys.row(i * tokens / count);
+  return sum / static_cast<float>(std::max<int64_t>(count, 1));
 }
 
 Matrix Drawn(const std::vector<float>& from, int64_t head_dim, int64_t rows, int64_t count,
@@ -38,7 +48,7 @@ Matrix Drawn(const std::vector<float>& from, int64_t head_dim, int64_t rows, int
   return drawn;
 }
 
-// Soft codes of vectors, and what their gradient needs.
+// Soft codes of keys, and what their gradient needs.
 struct SoftCodes {
   SoftCodes(const Matrix& vectors, const Matrix& hash) : lengths(vectors.rowwise().norm()) {
     const float scale = std::sqrt(static_cast<float>(vectors.cols()));
@@ -65,20 +75,21 @@ void SoftmaxRows(Matrix* scores) {
   }
 }
 
-// Returns the gradient of the loss of one draw.
+// Returns the gradient of the loss of one draw. `keys` are less their centre.
 Matrix GradientOf(const Matrix& queries, const Matrix& keys, const Matrix& hash) {
-  const SoftCodes q(queries, hash), k(keys, hash);
-  const float by_dim = 1 / std::sqrt(static_cast<float>(hash.rows()));
-  Matrix wanted = by_dim * (queries * keys.transpose());
-  // Scores are lengths times cosines, which codes estimate.
-  const float by_bits = kCosineOfAngle / static_cast<float>(hash.cols());
-  const Matrix lengths = by_dim * by_bits * (q.lengths * k.lengths.transpose());
-  Matrix scores = lengths.array() * (q.codes * k.codes.transpose()).array();
+  const SoftCodes k(keys, hash);
+  const Matrix products = queries * hash;
+  const auto dim = static_cast<float>(hash.rows());
+  Matrix wanted = queries * keys.transpose() / std::sqrt(dim);
+  // For random columns of length 1 this is what q k / sqrt(dim) is expected to be.
+  const Eigen::RowVectorXf scale =
+      k.lengths.transpose() * std::sqrt(kHalfPi) / static_cast<float>(hash.cols());
+  Matrix scores = (products * k.codes.transpose()).array().rowwise() * scale.array();
   SoftmaxRows(&wanted);
   SoftmaxRows(&scores);
-  const Matrix of_products =
-      (scores - wanted).array() * lengths.array() / static_cast<float>(queries.rows());
-  return q.Gradient(of_products * k.codes) + k.Gradient(of_products.transpose() * q.codes);
+  const Matrix of_sums =
+      ((scores - wanted).array().rowwise() * scale.array()) / static_cast<float>(queries.rows());
+  return queries.transpose() * (of_sums * k.codes) + k.Gradient(of_sums.transpose() * products);
 }
 
 // Returns the indices of the `count` largest values.
@@ -95,11 +106,11 @@ std::vector<int32_t> Largest(const std::vector<double>& values, size_t count) {
   return order;
 }
 
-// Returns the signs of vectors' products with the columns, as +1 and -1.
-Matrix Codes(const std::vector<float>& vectors, int64_t head_dim, const Matrix& hash) {
+Matrix Products(const std::vector<float>& vectors, int64_t head_dim,
+                const Eigen::RowVectorXf& centre, const Matrix& hash) {
   const Eigen::Map<const Matrix> all(vectors.data(),
                                      static_cast<int64_t>(vectors.size()) / head_dim, head_dim);
-  return (all * hash).unaryExpr([](float x) { return x > 0 ? 1.0f : -1.0f; });
+  return (all.rowwise() - centre) * hash;
 }
 
 }  // namespace
@@ -110,23 +121,32 @@ double HeldByCodes(const HeadQueries& head, int64_t head_dim, const float* hash,
   const int64_t group =
       static_cast<int64_t>(head.q.size()) / head_dim / std::max<int64_t>(tokens, 1);
   const Matrix matrix = Eigen::Map<const Matrix>(hash, head_dim, bits);
-  const Matrix keys = Codes(head.k, head_dim, matrix), queries = Codes(head.q, head_dim, matrix);
+  const Eigen::RowVectorXf centre = CentreOf(head, head_dim);
+  const Matrix codes = Products(head.k, head_dim, centre, matrix).unaryExpr([](float x) {
+    return x > 0 ? 1.0f : -1.0f;
+  });
+  Matrix levels = Products(head.q, head_dim, Eigen::RowVectorXf::Zero(head_dim), matrix);
+  for (Eigen::Index i = 0; i < levels.rows(); ++i) {
+    const float most = std::max(levels.row(i).cwiseAbs().maxCoeff(), 1e-30f);
+    levels.row(i) = (levels.row(i) * (kernels::kMostHashLevels / most)).array().rint();
+  }
   const Eigen::Map<const Matrix> all(head.k.data(), tokens, head_dim);
-  const Eigen::VectorXf lengths = all.rowwise().norm();
+  const Eigen::VectorXf lengths = (all.rowwise() - centre).rowwise().norm();
   double sum = 0;
   int rows = 0;
   for (int64_t row = first_row; row < tokens; row += MeasuredRowStride(tokens - first_row)) {
     const auto count = static_cast<size_t>(row + 1) / 10;
     if (count == 0) continue;
-    std::vector<double> attention(static_cast<size_t>(row + 1)), scores(attention.size());
+    std::vector<double> attention(static_cast<size_t>(row + 1));
+    std::vector<double> scores(attention.size(), -std::numeric_limits<double>::infinity());
     for (int64_t g = row * group; g < (row + 1) * group; ++g) {
       const std::vector<float> weights =
           AttentionWeights(head.q.data() + g * head_dim, head.k, row + 1, head_dim);
-      const Eigen::VectorXf agreeing = keys.topRows(row + 1) * queries.row(g).transpose();
+      const Eigen::VectorXf agreement = codes.topRows(row + 1) * levels.row(g).transpose();
       for (size_t t = 0; t < scores.size(); ++t) {
         const auto at = static_cast<Eigen::Index>(t);
         attention[t] += double{weights[t]};
-        scores[t] += double{agreeing[at]} * double{lengths[at]};
+        scores[t] = std::max(scores[t], double{agreement[at]} * double{lengths[at]});
       }
     }
     double held = 0, most = 0;
@@ -143,11 +163,12 @@ void TrainHash(const HeadQueries& head, int64_t head_dim, int64_t rows,
   const int64_t group = static_cast<int64_t>(head.q.size()) / static_cast<int64_t>(head.k.size());
   std::mt19937_64 random(seed);
   Matrix matrix = Eigen::Map<const Matrix>(hash, head_dim, options.bits);
+  const Eigen::RowVectorXf centre = CentreOf(head, head_dim);
   Matrix mean = Matrix::Zero(head_dim, options.bits), square = mean;
   float mean_decay = 1, square_decay = 1;
   for (int step = 0; step < options.steps; ++step) {
     const Matrix queries = Drawn(head.q, head_dim, rows * group, kQueries, random);
-    const Matrix keys = Drawn(head.k, head_dim, rows, kKeys, random);
+    const Matrix keys = Drawn(head.k, head_dim, rows, kKeys, random).rowwise() - centre;
     const Matrix gradient = GradientOf(queries, keys, matrix);
     mean = 0.9f * mean + 0.1f * gradient;
     square = 0.999f * square + 0.001f * gradient.array().square().matrix();

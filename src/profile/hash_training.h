@@ -18,16 +18,18 @@ struct HashTrainingOptions {
 
 // Returns the share of the attention to the tenth of the tokens with the most of it that is held by
 // the tenth with the highest scores of codes: the mean over rows [first_row, tokens), as far as
-// MeasuredRowStride takes them. A row's attention is the mean over its group's queries. `hash` is
-// [head_dim][bits]. Returns 1 if there is no such row.
+// MeasuredRowStride takes them. A row's attention is the mean over its group's queries. Codes are
+// those of clo: of keys less their centre, levels of queries, and the largest agreement of the
+// group. `hash` is [head_dim][bits]. Returns 1 if there is no such row.
 double HeldByCodes(const HeadQueries& head, int64_t head_dim, const float* hash, int64_t bits,
                    int64_t first_row);
 
 // Trains one matrix, [head_dim][bits], in place by the queries and keys of the first `rows` tokens.
 //
 // HATA's own loss draws the codes of a query and of its top keys together. This one lists: over
-// drawn keys, the softmax of the scores of soft codes (tanh in place of the sign) is to be that of
-// q k / sqrt(head_dim). Its gradient is the difference of the two (Adam, columns kept at length 1).
+// drawn keys, the softmax of the scores is to be that of q k / sqrt(head_dim), where keys have soft
+// codes (tanh in place of the sign) and the levels of queries are not rounded. Its gradient is the
+// difference of the two (Adam, columns kept at length 1).
 void TrainHash(const HeadQueries& head, int64_t head_dim, int64_t rows,
                const HashTrainingOptions& options, uint64_t seed, float* hash);
 

@@ -48,24 +48,38 @@ TEST_CASE("what codes hold of the attention is what a naive selection holds") {
   for (int i = 0; i < kTokens * kDim; ++i) head.k.push_back(normal(draws));
   for (int i = 0; i < kTokens * kGroup * kDim; ++i) head.q.push_back(2 * normal(draws));
   const std::vector<float> hash = RandomHash({1, 1, kDim, kBits}, 3);
-  const auto bit = [&](const float* x, int b) {
+  const auto product = [&](const float* x, int b) {
     float sum = 0;
     for (int d = 0; d < kDim; ++d) sum += x[d] * hash[static_cast<size_t>(d * kBits + b)];
-    return sum > 0;
+    return sum;
   };
+  std::vector<float> centred = head.k;  // there are fewer keys than a centre takes
+  for (int d = 0; d < kDim; ++d) {
+    float centre = 0;
+    for (int t = 0; t < kTokens; ++t) centre += head.k[static_cast<size_t>(t * kDim + d)];
+    for (int t = 0; t < kTokens; ++t) {
+      centred[static_cast<size_t>(t * kDim + d)] -= centre / kTokens;
+    }
+  }
   double sum = 0;
   for (int row = kFirst; row < kTokens; ++row) {
-    std::vector<double> attention(static_cast<size_t>(row + 1)), scores(attention.size());
+    std::vector<double> attention(static_cast<size_t>(row + 1)), scores(attention.size(), -1e30);
     for (int g = 0; g < kGroup; ++g) {
       const float* q = head.q.data() + (row * kGroup + g) * kDim;
       std::vector<double> weights;
       for (int t = 0; t <= row; ++t) {
         const float* k = head.k.data() + t * kDim;
         weights.push_back(std::exp(std::inner_product(q, q + kDim, k, 0.0) / std::sqrt(kDim)));
-        double agreeing = 0;
-        for (int b = 0; b < kBits; ++b) agreeing += bit(q, b) == bit(k, b) ? 1 : -1;
-        scores[static_cast<size_t>(t)] +=
-            agreeing * std::sqrt(std::inner_product(k, k + kDim, k, 0.0));
+        const float* c = centred.data() + t * kDim;
+        float largest = 0;
+        for (int b = 0; b < kBits; ++b) largest = std::max(largest, std::abs(product(q, b)));
+        double agreement = 0;
+        for (int b = 0; b < kBits; ++b) {
+          const float level = std::rint(product(q, b) * (7 / largest));
+          agreement += product(c, b) > 0 ? double{level} : -double{level};
+        }
+        double& score = scores[static_cast<size_t>(t)];
+        score = std::max(score, agreement * std::sqrt(std::inner_product(c, c + kDim, c, 0.0)));
       }
       const double all = std::accumulate(weights.begin(), weights.end(), 0.0);
       for (size_t t = 0; t < weights.size(); ++t) attention[t] += weights[t] / all;
