@@ -250,12 +250,13 @@ PARTS: dict[str, list[AnyRun]] = {
     # HBM for six sequences of 32K: clo's largest batches beside its baselines', with persistent heads and without.
     "clo32k": [HeadsRun("heads", 32768),
                _clo("32k", ("full", "lru", "clo", "clo:persistent=0.2", "clo:persistent=0.3",
-                            "clo:persistent=0.3:ahead=1"), 32768, most=20, full_sequences=6.6)],
+                            "clo:persistent=0.3:similarity=0.95", "clo:persistent=0.35:bits=128"), 32768, most=20,
+                    full_sequences=6.6)],
     # Each row beside the first differs by one form or setting.
     "clo-forms": [HeadsRun("heads", 32768),
-                  _clo("forms-32k", ("clo", "clo:replace=1", "clo:mover=1", "clo:persistent=0.2", "clo-paper", "lru",
-                                     "clo-fetch-all", "hata", "full"), 32768, most=6, batches=(6,), given_batches=True,
-                       full_sequences=8, steps=16)],
+                  _clo("forms-32k", ("clo", "clo:replace=1", "clo:mover=1", "clo:early=0", "clo:persistent=0.2",
+                                     "clo-paper", "lru", "clo-fetch-all", "hata", "hata-paper", "full"), 32768,
+                       most=6, batches=(6,), given_batches=True, full_sequences=8, steps=16)],
     "clo128k": [HeadsRun("heads", 129024),
                 _clo("128k", ("full", "hata", "clo", "clo:persistent=0.25", "clo-fetch-all"), 129024, most=1,
                      given_batches=True, full_sequences=1.5, steps=16)],
