@@ -120,7 +120,7 @@ struct PolicyOptions {
     // The levels of a query's code: 1 (signs, as HATA has them) or kernels::kMostHashLevels.
     int hash_levels = kernels::kMostHashLevels;
     bool centred = true;  // codes are of keys less the centre of the sequence's keys
-    uint64_t seed = 1;  // of the random hash matrices
+    uint64_t seed = 1;    // of the random hash matrices
     // From sluice-profile. `hash` is [layers][kv_heads][head_dim][hash_bits]; empty: random
     // directions. `importance` is [layers][heads], s of equation 10; empty: 1. `thresholds` is
     // [layers][kv_heads] and takes the place of `similarity`; empty: none. `difficulty` and

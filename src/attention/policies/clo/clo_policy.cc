@@ -73,8 +73,9 @@ class CloPolicy : public OffloadPolicy {
  protected:
   SlotWorkers* slot_workers() const override { return fetch_->workers(); }
 
-  // Persistent heads select by the queries themselves: nothing of theirs is fetched, so nothing
-  // need be known beforehand. In a layer that has others too they select while those attend.
+  // Persistent heads that do not select ahead select here, by the queries themselves: nothing of
+  // theirs is fetched, so nothing need be known beforehand. In a layer that has others too they
+  // select while those attend.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
     const Heads heads =
