@@ -308,7 +308,8 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
                    {"gates", profile.clo.gates},
                    {"similarities", profile.clo.similarities},
                    {"misses", profile.clo.misses},
-                   {"prefetchable", profile.clo.prefetchable}};
+                   {"prefetchable", profile.clo.prefetchable},
+                   {"persistence_order", profile.clo.persistence_order}};
   }
   WriteMissProfile(profile.misses, &root);
   SLUICE_RETURN_IF_ERROR(WriteMatrices(kProjection, path, profile, profile.projection, &root));

@@ -62,6 +62,8 @@ struct PolicyProfile {
     std::vector<float> misses;        // [layers][kv_heads], the share of lookups at a cosine of 0.8
     // Refills of a head that a layer hides, per row (PrefetchableHeads); 0: not measured.
     double prefetchable = 0;
+    // PersistenceOrder at a cosine of 0.8. It is written for plots and not read.
+    std::vector<int64_t> persistence_order = {};
   } clo;
 
   MissProfile misses;  // may be empty

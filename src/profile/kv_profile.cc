@@ -364,7 +364,24 @@ class Profiler {
       std::printf("%5d %11.3f %11.3f %11.3f %11.3f %8.1f%%\n", layer, least_gate, gates, least,
                   mean, 100 * hits);
     }
-    return options_.clo_batch == 0 ? absl::OkStatus() : MeasurePrefetchable();
+    if (options_.clo_batch > 0) SLUICE_RETURN_IF_ERROR(MeasurePrefetchable());
+    HeadLoads loads{{}, profile_.clo.misses};
+    const size_t group = profile_.clo.gates.size() / profile_.clo.misses.size();
+    for (size_t list = 0; list < profile_.clo.similarities.size(); ++list) {
+      const auto gates = profile_.clo.gates.begin() + static_cast<int64_t>(list * group);
+      const float gate = *std::max_element(gates, gates + static_cast<int64_t>(group));
+      loads.difficulty.push_back(
+          DifficultyOf(double{ThresholdOf(double{gate}, CloRunOptions().eta)},
+                       double{profile_.clo.similarities[list]}));
+    }
+    profile_.clo.persistence_order =
+        PersistenceOrder(layout.layers, kv_heads, loads, profile_.clo.prefetchable);
+    if (options_.clo_batch > 0) {
+      std::printf("heads that are persistent for it: %.1f %%\n",
+                  100.0 * static_cast<double>(profile_.clo.persistence_order.size()) /
+                      static_cast<double>(loads.misses.size()));
+    }
+    return absl::OkStatus();
   }
 
   // Equation 12 of CLO. A layer takes at least the time in which what it reads of HBM is read.
@@ -386,12 +403,6 @@ class Profiler {
         static_cast<long long>(options_.clo_batch), static_cast<long long>(options_.clo_context),
         layer_bytes * 1e-6, seconds * 1e6, rates.memory.hbm * 1e-9, refill * 1e-6,
         profile_.clo.prefetchable, rates.memory.to_device * 1e-9);
-    const std::vector<uint8_t> persistent =
-        PersistentHeads(layout.layers, layout.kinds[0].heads, {{}, profile_.clo.misses}, 1,
-                        profile_.clo.prefetchable);
-    std::printf("heads that are persistent for it: %.1f %%\n",
-                100.0 * static_cast<double>(std::ranges::count(persistent, 1)) /
-                    static_cast<double>(persistent.size()));
     return absl::OkStatus();
   }
 

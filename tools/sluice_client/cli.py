@@ -24,6 +24,7 @@ which generates.
   texts      writes real text as token ids, for sluice-bench policies --quality
   plot-policies
              plots the results of sluice-bench policies --out
+  plot-heads plots the heads that sluice-profile --clo measured
 """
 
 # Commands that need a decode node.
@@ -210,6 +211,11 @@ def _add_plot_policies(p) -> None:
                    help="the folder that sluice-bench policies --out wrote")
 
 
+def _add_plot_heads(p) -> None:
+    p.add_argument("--profile", metavar="FILE", required=True, help="the file that sluice-profile --clo --out wrote")
+    p.add_argument("--out", metavar="PNG", help="the picture (default: the profile's name and .png)")
+
+
 _COMMANDS = {
     "generate": ("Streams the continuation of one prompt.", _add_generate),
     "chat": ("Holds a conversation on the terminal.", _add_chat),
@@ -223,6 +229,7 @@ _COMMANDS = {
     "trace": ("Writes what a decode node's last steps did, as a file for ui.perfetto.dev.", _add_trace),
     "texts": ("Writes real text as token ids, and texts that hide pass keys.", _add_texts),
     "plot-policies": ("Plots a run of sluice-bench policies, as PNG files in its folder.", _add_plot_policies),
+    "plot-heads": ("Plots the heads that sluice-profile --clo measured, as a PNG file.", _add_plot_heads),
 }
 
 

@@ -92,4 +92,12 @@ N cases are a fair sample of all of them.
 
 It needs matplotlib: .venv/bin/pip install matplotlib
 """,
+    "plot-heads": """example:
+  build/release/bin/sluice-profile --model models/smollm2-135m-instruct --clo --no-intervals --out heads.json
+  tools/sluice plot-heads --profile heads.json
+
+A row is a layer, a square a KV head: in how many lookups it keeps its selection, how similar its queries in
+neighbouring steps are, and from which clo_persistent_share on its whole cache lies in HBM.
+It needs matplotlib: .venv/bin/pip install matplotlib
+""",
 }

@@ -86,7 +86,7 @@ def _colour(policy: str) -> str:
     return f"C{_ORDER.index(policy)}" if policy in _ORDER else "C9"
 
 
-def _pyplot():
+def import_pyplot():
     try:
         import matplotlib
     except ImportError as error:
@@ -97,7 +97,7 @@ def _pyplot():
 
 
 def draw(report: dict, folder: Path) -> list[Path]:
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     runs, traces = report["details"].get("runs", []), report["details"].get("traces", [])
     passkeys = report["details"].get("passkeys", [])
     if not runs and not report["details"].get("overlap") and not any(case["full"] for case in passkeys):

@@ -24,41 +24,53 @@ double PrefetchableHeads(double layer_seconds, double link_rate, double refill_b
   return layer_seconds * link_rate / refill_bytes;
 }
 
-std::vector<uint8_t> PersistentHeads(int64_t layers, int64_t kv_heads, const HeadLoads& loads,
-                                     double share, double prefetchable) {
+std::vector<int64_t> PersistenceOrder(int64_t layers, int64_t kv_heads, const HeadLoads& loads,
+                                      double prefetchable) {
   const int64_t heads = layers * kv_heads;
-  int64_t left = std::llround(share * static_cast<double>(heads));
-  if (left == 0) return {};
   const auto of = [](const std::vector<float>& values, int64_t head, float alike) {
     return values.empty() ? alike : values[static_cast<size_t>(head)];
   };
-  std::vector<uint8_t> persistent(static_cast<size_t>(heads));
+  std::vector<int64_t> order;
+  std::vector<uint8_t> taken(static_cast<size_t>(heads));
   std::vector<double> misses(static_cast<size_t>(layers));  // of the other heads together
   for (int64_t head = 0; head < heads; ++head) {
     misses[static_cast<size_t>(head / kv_heads)] += double{of(loads.misses, head, 1)};
   }
-  for (int64_t head = 0; head < kv_heads && left > 0; ++head, --left) {
-    persistent[static_cast<size_t>(head)] = 1;
-  }
+  const auto take = [&](int64_t head) {
+    order.push_back(head);
+    taken[static_cast<size_t>(head)] = 1;
+  };
+  for (int64_t head = 0; head < kv_heads; ++head) take(head);
   misses[0] = -1;
-  for (; left > 0; --left) {
+  for (;;) {
     const auto most = std::ranges::max_element(misses);
-    if (*most < 0 || (prefetchable > 0 && *most <= prefetchable)) break;
+    if (*most < 0 || (prefetchable > 0 && *most <= prefetchable)) return order;
     const int64_t first = (most - misses.begin()) * kv_heads;
     int64_t hardest = -1;
     for (int64_t head = first; head < first + kv_heads; ++head) {
-      if (persistent[static_cast<size_t>(head)] != 0) continue;
+      if (taken[static_cast<size_t>(head)] != 0) continue;
       if (hardest < 0 || of(loads.difficulty, head, 0) > of(loads.difficulty, hardest, 0)) {
         hardest = head;
       }
     }
     if (hardest < 0) {
-      *most = -1;  // all of its heads are persistent
-      ++left;
+      *most = -1;  // all of the layer's heads are taken
       continue;
     }
-    persistent[static_cast<size_t>(hardest)] = 1;
+    take(hardest);
     *most = std::max(*most - double{of(loads.misses, hardest, 1)}, 0.0);
+  }
+}
+
+std::vector<uint8_t> PersistentHeads(int64_t layers, int64_t kv_heads, const HeadLoads& loads,
+                                     double share, double prefetchable) {
+  const int64_t heads = layers * kv_heads;
+  const int64_t count = std::llround(share * static_cast<double>(heads));
+  if (count == 0) return {};
+  std::vector<uint8_t> persistent(static_cast<size_t>(heads));
+  const std::vector<int64_t> order = PersistenceOrder(layers, kv_heads, loads, prefetchable);
+  for (int64_t i = 0; i < std::min(count, std::ssize(order)); ++i) {
+    persistent[static_cast<size_t>(order[static_cast<size_t>(i)])] = 1;
   }
   return persistent;
 }

@@ -28,13 +28,18 @@ struct HeadLoads {
   std::vector<float> misses;  // the share of a head's lookups that miss
 };
 
-// Returns which heads are persistent, [layers][kv_heads]; empty: none is. Layer 0 comes first,
-// because nothing comes before it that could hide a fetch. Then one head follows another, up to
-// `share` of all heads: the layer whose other heads miss most together, lower ones first among
-// equals, gives its most difficult one. So no layer waits much longer for the link than others. It
-// ends earlier where heads of every layer together miss at most `prefetchable` times a row, because
-// their fetches are hidden (equation 13, with what heads miss in place of the number of hard ones).
-// REQUIRES: 0 <= share <= 1.
+// Returns heads (layer * kv_heads + head) in the order in which they become persistent. Layer 0
+// comes first, because nothing comes before it that could hide a fetch. Then one head follows
+// another: the layer whose other heads miss most together, lower ones first among equals, gives its
+// most difficult one. So no layer waits much longer for the link than others. It ends where heads
+// of every layer together miss at most `prefetchable` times a row, because their fetches are hidden
+// (equation 13, with what heads miss in place of the number of hard ones), or, if that is 0, when
+// all heads are there.
+std::vector<int64_t> PersistenceOrder(int64_t layers, int64_t kv_heads, const HeadLoads& loads,
+                                      double prefetchable);
+
+// Returns which heads are persistent, [layers][kv_heads]: the first ones of that order, up to
+// `share` of all heads. Empty: none is. REQUIRES: 0 <= share <= 1.
 std::vector<uint8_t> PersistentHeads(int64_t layers, int64_t kv_heads, const HeadLoads& loads,
                                      double share, double prefetchable);
 

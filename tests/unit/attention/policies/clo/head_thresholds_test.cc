@@ -59,6 +59,8 @@ TEST_CASE("layer 0 is persistent first, then hard heads of the layers that miss 
   CHECK(PersistentHeads(3, 2, loads, 1, 2) == Heads{1, 1, 0, 0, 0, 0});
   // Heads that never miss are persistent too if the share says so.
   CHECK(PersistentHeads(2, 2, {{}, {0, 0, 0, 0}}, 1, 0) == Heads{1, 1, 1, 1});
+  CHECK(PersistenceOrder(3, 2, loads, 0) == std::vector<int64_t>{0, 1, 3, 4, 2, 5});
+  CHECK(PersistenceOrder(3, 2, loads, 0.5) == std::vector<int64_t>{0, 1, 3, 4});
   // Without a profile they are spread.
   CHECK(PersistentHeads(3, 2, {}, 4.0 / 6, 0) == Heads{1, 1, 1, 0, 1, 0});
 }
