@@ -70,24 +70,23 @@ struct EmbeddingParams {
   int32_t rows;
 };
 
-// A norm that is a layer's first operator may look ahead for its first `rows` rows, which are
-// decode rows: it predicts the norm of the next layer's input, from which that layer's queries can
-// be predicted. A sequence's *drift* at a layer is the mean of how its decode rows' x differs
-// between the layer's begin and the next one's: of the first 1 / kDriftWeight rows each counts the
-// same, and then a new row has the weight kDriftWeight. numbers[r] is how many decode rows the
-// sequence of row r had before; where it had none no drift is known, and what lies in the memory
-// does not count.
+// A norm may look ahead for its first `rows` rows, which are decode rows: it predicts the norm of
+// a later layer's input, from which that layer's queries can be predicted. A sequence's *drift* to
+// that layer is the mean of how its decode rows' x differs between this norm, the *source*, and the
+// layer's input: of the first 1 / kDriftWeight rows each counts the same, and then a new row has
+// the weight kDriftWeight. numbers[r] is how many decode rows the sequence of row r had before;
+// where it had none no drift is known, and what lies in the memory does not count.
 struct AheadNormParams {
   int32_t rows = 0;                  // <= RmsNormParams::rows
   const int32_t* slots = nullptr;    // [rows]; a padded row has no drift; null: no row has
   const int32_t* numbers = nullptr;  // [rows]
   // out = norm of x + drift. Null: nothing is written.
-  const float* weight = nullptr;  // [dim] weights of the next layer
+  const float* weight = nullptr;  // [dim] weights of that layer
   void* out = nullptr;            // [rows][dim] of out_type
-  const float* drift = nullptr;   // [slots][slot_stride], this layer's; null: 0
-  // The drift of the layer before is updated by x - before. Null: it is not.
+  const float* drift = nullptr;   // [slots][slot_stride], to that layer; null: 0
+  // The drift to the layer whose input x is, is updated by x - before. Null: none is.
   float* drift_before = nullptr;  // [slots][slot_stride]
-  float* before = nullptr;        // [rows][dim] x of the layer before; x takes its place; or null
+  float* before = nullptr;        // [rows][dim] x at the source; x takes its place; or null
   int64_t slot_stride = 0;
 };
 inline constexpr float kDriftWeight = 0.1f;
