@@ -400,6 +400,7 @@ const kernels::KernelTable& HashKernels() {
     t.exact_scores = reference.exact_scores;
     t.partial_keys = reference.partial_keys;
     t.partial_scores = reference.partial_scores;
+    t.key_centres = reference.key_centres;
     t.hash_keys = reference.hash_keys;
     t.hash_queries = reference.hash_queries;
     t.label_lookup = reference.label_lookup;

@@ -85,6 +85,13 @@ void DrawClo(uint64_t seed, PolicyOptions* policy) {
   clo.refill = static_cast<PolicyOptions::Clo::Refill>(random.Below(2));
   if (OneIn(random, 2)) clo.persistent_share = random.Uniform();
   if (OneIn(random, 3)) clo.resident_share = random.Uniform();
+  clo.early = OneIn(random, 2);
+  clo.persistent_ahead = OneIn(random, 2);
+  clo.centred = !OneIn(random, 3);
+  clo.hash_levels = OneIn(random, 3) ? 1 : kernels::kMostHashLevels;
+  if (policy->reduction == kernels::GroupReduction::kSoftmaxSum) {
+    policy->reduction = kernels::GroupReduction::kMean;
+  }
 }
 
 // Draws a policy that keeps latent entries in DRAM, with pools of a few KV slots or as large as HBM
