@@ -35,11 +35,11 @@ The second table shows the bytes that a step must move in HBM, over the link (up
 and in DRAM, the floor that they set at the rates measured in this run, how close the step came to it, and the
 policy's tokens/s over those of full at its largest batch (x full), beside the ratio of their floors.
 
-Some policies are set by this bench alone, and the server does not offer them: clo, which is not complete yet,
-keeps what a head selected until its queries turn away, oracle selects by the exact
+Some policies are set by this bench alone, and the server does not offer them: oracle selects by the exact
 attention weights, oracle-digest by block digests, ends takes the first and the newest blocks, random takes
 random ones; offload-naive fetches every selected entry in every step. Three select by clo's hash codes in every
-step: lru keeps 30 % of a sequence in HBM, hata all of it, and clo-fetch-all nothing. The names scout-*, clo-paper,
+step: lru keeps 30 % of a sequence in HBM, hata all of it, and clo-fetch-all nothing; hata-paper and clo-paper have the
+codes and the scores that HATA published. The names scout-*, clo-paper,
 recall-fetch-all and ess-* are policies without one of their ideas. hgca-mean is hgca with the beta for which the CPU attends, on
 average, to as many tokens as the budget leaves beside the window.
 A policy's name may be followed by settings, as in recall:budget=20%, hgca:beta=0.5:window=1024 or
@@ -61,7 +61,12 @@ scout:interval=8. These settings exist in this bench alone:
   rule=N               (clo) how a group's cosines become one: 0 as published, 1 the least, 2 the mean
   refresh=0            (clo) a head that never misses never selects what left the ring, as published
   bits=N               (clo) bits of a hash code
-  persistent=X         (clo) share of the heads that lie wholly in HBM, where no profile says which
+  levels=1             (clo) queries have codes of signs, as HATA has them
+  centred=0            (clo) codes are of whole keys, as HATA has them
+  early=0              (clo) queries are predicted from the input of the layer before, as published
+  persistent=X         (clo) share of the heads that lie wholly in HBM
+  prefetchable=X       (clo) refills of a head, per row, that a layer hides: no more heads are persistent than that needs
+  ahead=0              (clo) persistent heads select by a layer's own queries, as published
   replace=1            (clo) a head that misses fetches all that it selects, as published
   mover=1              (clo) CPU workers gather K and V for the link; 0: the device reads them itself
   mover-workers=N      (clo) so many CPU workers gather, in two groups; 4 without it
