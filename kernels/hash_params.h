@@ -23,6 +23,7 @@
 namespace sluice::kernels {
 
 inline constexpr int32_t kMaxHashBits = 256;
+inline constexpr int32_t kMaxHashGroup = 64;  // query heads of a KV head
 inline constexpr int32_t kHashPlanes = 4;
 inline constexpr int32_t kMostHashLevels = 7;
 inline constexpr int32_t kCentreKeys = 256;

@@ -11,7 +11,6 @@ namespace sluice::kernels::cpu {
 namespace {
 
 inline constexpr int64_t kMaxHashWords = kMaxHashBits / 32;
-inline constexpr int64_t kMaxHashGroup = 64;
 
 template <class S>
 void HashCode(const float* x, const float* hash, int64_t dim, int64_t words, int32_t* code) {
@@ -167,7 +166,9 @@ inline int32_t GroupAgreement(const int32_t* planes, const int32_t* of_no_bits, 
 inline void HashScores(const HashScoresParams& p, Worker worker) {
   const int64_t kv_heads = p.codes.kv_heads, group = p.heads / kv_heads, words = p.codes.dim;
   CheckHash(16, words);
-  if (group > kMaxHashGroup) KernelCheckFailed("hash scores: a group of up to 64 query heads");
+  if (group > kMaxHashGroup || p.reduction == GroupReduction::kSoftmaxSum) {
+    KernelCheckFailed("hash scores: a group of up to 64 query heads, the largest or the mean");
+  }
   const auto wanted = [&](int64_t list) {
     return p.slots[list / kv_heads] >= 0 && (p.wanted == nullptr || p.wanted[list] != 0);
   };

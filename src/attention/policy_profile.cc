@@ -246,7 +246,7 @@ absl::Status ParseSimilarities(const ConfigReader& reader, PolicyProfile* profil
   return absl::OkStatus();
 }
 
-// Fills in what policy clo takes. A KV head's gate is the largest of its query heads'.
+// Fills in what policy clo takes.
 absl::Status ApplySimilarities(const PolicyProfile::Similarities& profile,
                                const CacheLayout& layout, PolicyOptions* options) {
   if (profile.gates.empty()) return absl::OkStatus();
@@ -264,14 +264,9 @@ absl::Status ApplySimilarities(const PolicyProfile::Similarities& profile,
   clo.importance = profile.gates;
   clo.misses = profile.misses;
   clo.prefetchable = profile.prefetchable;
-  const size_t group = profile.gates.size() / lists;
-  for (size_t list = 0; list < lists; ++list) {
-    const auto first = profile.gates.begin() + static_cast<int64_t>(list * group);
-    const float gate = *std::max_element(first, first + static_cast<int64_t>(group));
-    const float threshold = ThresholdOf(double{gate}, double{clo.similarity});
-    clo.thresholds.push_back(threshold);
-    clo.difficulty.push_back(DifficultyOf(double{threshold}, double{profile.similarities[list]}));
-  }
+  HeadRules rules = RulesOf(profile.gates, profile.similarities, double{clo.similarity});
+  clo.thresholds = std::move(rules.thresholds);
+  clo.difficulty = std::move(rules.difficulty);
   return absl::OkStatus();
 }
 

@@ -199,11 +199,7 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   // queries are predicted is made here.
   kernels::RmsNormParams norm = NormOf(Residual(rows), w.input_norm, normed, rows.count);
   const bool looks_ahead = IsSource(layer, /*ffn=*/false, layer + 1, in, attention);
-  if (looks_ahead) {
-    SLUICE_CHECK(rows.begin == 0 && in.decode_rows <= predicted_rows_,
-                 "one decode row of a sequence in a step");
-    norm.ahead = AheadNorm(layer + 1, in, attention);
-  }
+  if (looks_ahead) norm.ahead = AheadNorm(layer + 1, in, attention);
   // If this layer's queries were predicted, the residual that they were predicted from is in
   // Before(layer), and the drift can be measured.
   if (layer > 0 && LooksAhead(layer, in, attention) && FollowsDrift(in, attention)) {
@@ -232,6 +228,7 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
 
 kernels::AheadNormParams DenseModel::AheadNorm(int target, const StepInputs& in,
                                                const KvAttention& attention) const {
+  SLUICE_CHECK(in.decode_rows <= predicted_rows_, "one decode row of a sequence in a step");
   kernels::AheadNormParams ahead;
   ahead.weight = layers_[static_cast<size_t>(target)].input_norm.data();
   ahead.out = AheadInput(target);

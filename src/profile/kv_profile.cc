@@ -365,15 +365,9 @@ class Profiler {
                   mean, 100 * hits);
     }
     if (options_.clo_batch > 0) SLUICE_RETURN_IF_ERROR(MeasurePrefetchable());
-    HeadLoads loads{{}, profile_.clo.misses};
-    const size_t group = profile_.clo.gates.size() / profile_.clo.misses.size();
-    for (size_t list = 0; list < profile_.clo.similarities.size(); ++list) {
-      const auto gates = profile_.clo.gates.begin() + static_cast<int64_t>(list * group);
-      const float gate = *std::max_element(gates, gates + static_cast<int64_t>(group));
-      loads.difficulty.push_back(
-          DifficultyOf(double{ThresholdOf(double{gate}, CloRunOptions().eta)},
-                       double{profile_.clo.similarities[list]}));
-    }
+    const HeadLoads loads{
+        RulesOf(profile_.clo.gates, profile_.clo.similarities, CloRunOptions().eta).difficulty,
+        profile_.clo.misses};
     profile_.clo.persistence_order =
         PersistenceOrder(layout.layers, kv_heads, loads, profile_.clo.prefetchable);
     if (options_.clo_batch > 0) {

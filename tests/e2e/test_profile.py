@@ -65,6 +65,29 @@ def test_a_profile_has_intervals_that_keep_to_the_limit(tiny_models, tmp_path):
     assert again.read_text() == out.read_text()  # the profile has no times in it
 
 
+def test_heads_of_clo_become_persistent_until_what_others_miss_is_hidden(tiny_models, tmp_path):
+    out = tmp_path / "heads.json"
+    traffic = tmp_path / "traffic.txt"
+    traffic.write_text(" ".join(str(3 + i * 7919 % 500) for i in range(300)))
+    flags = ("--traffic", traffic, "--clo", "--no-intervals")
+    profile(tiny_models("tiny-qwen3"), out, *flags)
+    clo = json.loads(out.read_text())["clo"]
+    heads, kv_heads, order = len(clo["misses"]), clo["kv_heads"], clo["persistence_order"]
+    assert heads == len(clo["similarities"]) and all(0 <= miss <= 1 for miss in clo["misses"])
+    assert clo["prefetchable"] == 0 and sorted(order) == list(range(heads))
+    assert order[:kv_heads] == list(range(kv_heads))  # layer 0 first
+
+    text = profile(tiny_models("tiny-qwen3"), out, *flags, "--clo-batch", "64", "--clo-context", "4096")
+    assert "64 sequences of 4096 tokens" in text and "the link carries" in text
+    timed = json.loads(out.read_text())["clo"]
+    assert timed["prefetchable"] > 0
+    chosen = timed["persistence_order"]
+    assert chosen == order[:len(chosen)]
+    for first in range(kv_heads, heads, kv_heads):
+        others = [head for head in range(first, first + kv_heads) if head not in chosen]
+        assert sum(timed["misses"][head] for head in others) <= timed["prefetchable"] + 1e-6
+
+
 def test_a_node_serves_with_its_profile_and_refuses_another_ones(tiny_models, start, golden, tmp_path):
     model = tiny_models("tiny-llama")
     out = tmp_path / "p.json"

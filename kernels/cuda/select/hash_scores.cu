@@ -27,7 +27,6 @@ constexpr int kWarpKeys = kTiles * kTileKeys;
 constexpr int kBlockTokens = 4 * kWarps * kWarpKeys;
 constexpr int kMaxWords = kMaxHashBits / 32;
 constexpr int kQuad = 4;  // queries that share two products
-constexpr int kMaxGroup = 64;
 constexpr int kBlocksPerSm = 3;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 static_assert(kMaxWords == 8, "a product takes 256 bits");
@@ -35,8 +34,8 @@ static_assert(kMaxWords == 8, "a product takes 256 bits");
 // The second factors of products: for each quad of queries and both products a lane's two words
 // (mma.m16n8k256, B), and for each query the sum of its levels.
 struct Planes {
-  uint2 words[kMaxGroup / kQuad][2][32];
-  int of_no_bits[kMaxGroup];
+  uint2 words[kMaxHashGroup / kQuad][2][32];
+  int of_no_bits[kMaxHashGroup];
 };
 
 // Adds the numbers of common bits of 16 rows (`a`) and 8 columns (`b`) of 256 bits.
@@ -206,7 +205,7 @@ cudaError_t Launch(const HashScoresParams& p, cudaStream_t stream) {
 cudaError_t LaunchHashScores(const HashScoresParams& p, cudaStream_t stream) {
   const int kv_heads = p.codes.kv_heads, words = p.codes.dim;
   if (p.rows < 0 || kv_heads < 1 || p.heads < kv_heads || p.heads % kv_heads != 0 || words < 1 ||
-      words > kMaxWords || p.heads / kv_heads > kMaxGroup || p.codes.rows_per_page < 1 ||
+      words > kMaxWords || p.heads / kv_heads > kMaxHashGroup || p.codes.rows_per_page < 1 ||
       p.lengths.rows_per_page < 1 || p.score_stride < 1 ||
       p.score_stride > int64_t{65535} * kBlockTokens ||
       p.reduction == GroupReduction::kSoftmaxSum) {

@@ -29,11 +29,17 @@ struct Preset {
   const char* policy;
   void (*apply)(PolicyOptions&);
 };
-// Codes and scores as HATA has them.
+// Takes the codes and the scores that HATA has.
 void SelectAsPublished(PolicyOptions& o) {
   o.clo.hash_levels = 1;
   o.clo.centred = false;
   o.reduction = kernels::GroupReduction::kMean;
+}
+
+// Lets every head select in every step, of a cache that lies wholly in HBM.
+void SelectEachStepInHbm(PolicyOptions& o) {
+  o.clo.reuse = o.clo.persistent_ahead = false;
+  o.clo.persistent_share = 1;
 }
 
 constexpr Preset kPresets[] = {
@@ -75,17 +81,10 @@ constexpr Preset kPresets[] = {
        o.clo.reuse = false;
        o.clo.resident_share = 0.3;
      }},
-    {"hata", "clo",
-     [](PolicyOptions& o) {
-       o.clo.reuse = false;
-       o.clo.persistent_share = 1;
-       o.clo.persistent_ahead = false;
-     }},
+    {"hata", "clo", SelectEachStepInHbm},
     {"hata-paper", "clo",
      [](PolicyOptions& o) {
-       o.clo.reuse = false;
-       o.clo.persistent_share = 1;
-       o.clo.persistent_ahead = false;
+       SelectEachStepInHbm(o);
        SelectAsPublished(o);
      }},
     {"hgca", "hgca", [](PolicyOptions&) {}},

@@ -378,6 +378,12 @@ absl::Status Check(const PolicyOptions& options, const HashShape& hash, int64_t 
     return OutOfRange(options, "clo_hash_levels", absl::StrCat("1 or ", kernels::kMostHashLevels),
                       clo.hash_levels);
   }
+  if (options.heads > kernels::kMaxHashGroup * hash.kv_heads) {
+    return OutOfRange(options, "heads",
+                      absl::StrCat("a model of at most ", kernels::kMaxHashGroup,
+                                   " query heads for each of its ", hash.kv_heads, " KV heads"),
+                      options.heads);
+  }
   if (options.reduction == kernels::GroupReduction::kSoftmaxSum) {
     return absl::InvalidArgumentError(
         absl::StrCat("score_reduction: policy ", options.name,

@@ -20,6 +20,21 @@ float DifficultyOf(double threshold, double similarity) {
   return static_cast<float>(threshold - (similarity - kSimilarityError));
 }
 
+HeadRules RulesOf(const std::vector<float>& gates, const std::vector<float>& similarities,
+                  double eta) {
+  HeadRules rules;
+  if (similarities.empty()) return rules;
+  const auto group = std::ssize(gates) / std::ssize(similarities);
+  auto of_head = gates.begin();
+  for (const float similarity : similarities) {
+    const float gate = *std::max_element(of_head, of_head + group);
+    of_head += group;
+    rules.thresholds.push_back(ThresholdOf(double{gate}, eta));
+    rules.difficulty.push_back(DifficultyOf(double{rules.thresholds.back()}, double{similarity}));
+  }
+  return rules;
+}
+
 double PrefetchableHeads(double layer_seconds, double link_rate, double refill_bytes) {
   return layer_seconds * link_rate / refill_bytes;
 }

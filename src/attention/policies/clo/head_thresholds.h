@@ -17,12 +17,22 @@ float ThresholdOf(double gate, double eta);
 // `similarity` is the mean similarity of its queries in neighbouring steps.
 float DifficultyOf(double threshold, double similarity);
 
+// HeadRules has what follows from a profile's gates and similarities, [layers][kv_heads].
+struct HeadRules {
+  std::vector<float> thresholds, difficulty;
+};
+// A KV head has the largest gate of its query heads. `gates` is [layers][heads], `similarities` is
+// [layers][kv_heads].
+HeadRules RulesOf(const std::vector<float>& gates, const std::vector<float>& similarities,
+                  double eta);
+
 // Returns how many refills of a head a layer hides (equation 12): those that the link carries, at
 // `link_rate` bytes a second, in the `layer_seconds` that the layer computes. A refill has
 // `refill_bytes`: what the head selects, for every row of the batch.
 double PrefetchableHeads(double layer_seconds, double link_rate, double refill_bytes);
 
-// What is known of heads, [layers][kv_heads]. A list may be empty: then all heads are alike.
+// HeadLoads says how hard heads are to serve, [layers][kv_heads]. A list may be empty: then all
+// heads are alike.
 struct HeadLoads {
   std::vector<float> difficulty;
   std::vector<float> misses;  // the share of a head's lookups that miss
