@@ -58,6 +58,7 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
     policy_->BeginPrompt(slot, tokens, cached);
   }
   int last_rows_wanted(int64_t total) const override { return policy_->last_rows_wanted(total); }
+  int64_t hint_queries() const override { return policy_->hint_queries(); }
   int64_t hint_tokens() const override { return policy_->hint_tokens(); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }

@@ -116,7 +116,7 @@ struct PolicyOptions {
     // published.
     bool drift = true;
     bool early = true;  // KvAttention::LooksEarly
-    int hash_bits = 256;
+    int hash_bits = 128;
     // The levels of a query's code: 1 (signs, as HATA has them) or kernels::kMostHashLevels.
     int hash_levels = kernels::kMostHashLevels;
     bool centred = true;  // codes are of keys less the centre of the sequence's keys
@@ -124,9 +124,9 @@ struct PolicyOptions {
     // From sluice-profile. `hash` is [layers][kv_heads][head_dim][hash_bits]; empty: random
     // directions. `importance` is [layers][heads], s of equation 10; empty: 1. `thresholds` is
     // [layers][kv_heads] and takes the place of `similarity`; empty: none. `difficulty` and
-    // `misses` are [layers][kv_heads], and `prefetchable` is a number of heads
-    // (policies/clo/head_thresholds.h).
-    std::vector<float> hash, importance, thresholds, difficulty, misses;
+    // `misses` are [layers][kv_heads], `predicted` is [layers], and `prefetchable` is a number of
+    // heads (policies/clo/head_thresholds.h).
+    std::vector<float> hash, importance, thresholds, difficulty, misses, predicted;
     double prefetchable = 0;
     // The share of the heads that are persistent at most (PersistentHeads). A persistent head's
     // whole cache lies in HBM, and it selects in every step.

@@ -242,6 +242,9 @@ absl::Status ParseSimilarities(const ConfigReader& reader, PolicyProfile* profil
   SLUICE_RETURN_IF_ERROR(ParseNumbers(of, "gates", 0, &profile->clo.gates));
   SLUICE_RETURN_IF_ERROR(ParseNumbers(of, "similarities", -1, &profile->clo.similarities));
   SLUICE_RETURN_IF_ERROR(ParseNumbers(of, "misses", 0, &profile->clo.misses));
+  if (of.Has("predicted")) {
+    SLUICE_RETURN_IF_ERROR(ParseNumbers(of, "predicted", -1, &profile->clo.predicted));
+  }
   SLUICE_ASSIGN_OR_RETURN(profile->clo.prefetchable, of.NumberOr("prefetchable", 0, 1e9, 0));
   return absl::OkStatus();
 }
@@ -253,6 +256,7 @@ absl::Status ApplySimilarities(const PolicyProfile::Similarities& profile,
   const size_t lists = static_cast<size_t>(layout.layers * layout.kinds[0].heads);
   if (profile.kv_heads != layout.kinds[0].heads || profile.similarities.size() != lists ||
       profile.misses.size() != lists || profile.gates.size() % lists != 0 ||
+      (!profile.predicted.empty() && std::ssize(profile.predicted) != layout.layers) ||
       (options->heads > 0 &&
        profile.gates.size() != static_cast<size_t>(layout.layers * options->heads))) {
     return DoesNotFit(absl::StrCat("it has ", profile.gates.size(), " gates and ",
@@ -263,6 +267,7 @@ absl::Status ApplySimilarities(const PolicyProfile::Similarities& profile,
   PolicyOptions::Clo& clo = options->clo;
   clo.importance = profile.gates;
   clo.misses = profile.misses;
+  clo.predicted = profile.predicted;
   clo.prefetchable = profile.prefetchable;
   HeadRules rules = RulesOf(profile.gates, profile.similarities, double{clo.similarity});
   clo.thresholds = std::move(rules.thresholds);
@@ -303,8 +308,10 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
                    {"gates", profile.clo.gates},
                    {"similarities", profile.clo.similarities},
                    {"misses", profile.clo.misses},
+                   {"label_similarities", profile.clo.label_similarities},
                    {"prefetchable", profile.clo.prefetchable},
                    {"persistence_order", profile.clo.persistence_order}};
+    if (!profile.clo.predicted.empty()) root["clo"]["predicted"] = profile.clo.predicted;
   }
   WriteMissProfile(profile.misses, &root);
   SLUICE_RETURN_IF_ERROR(WriteMatrices(kProjection, path, profile, profile.projection, &root));

@@ -62,6 +62,11 @@ struct PolicyProfile {
     std::vector<float> misses;        // [layers][kv_heads], the share of lookups at a cosine of 0.8
     // Refills of a head that a layer hides, per row (PrefetchableHeads); 0: not measured.
     double prefetchable = 0;
+    // [layers], the cosine of a layer's queries with those that were predicted; empty: not measured
+    std::vector<float> predicted = {};
+    // [layers][kv_heads], of queries with the label that they are compared with at a cosine of 0.8.
+    // Written for people and not read.
+    std::vector<float> label_similarities = {};
     // PersistenceOrder at a cosine of 0.8. It is written for plots and not read.
     std::vector<int64_t> persistence_order = {};
   } clo;

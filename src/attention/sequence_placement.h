@@ -106,6 +106,10 @@ class SequencePlacement {
   // the policy does not use hints.
   virtual int64_t hint_tokens() const { return 0; }
 
+  // Returns the numbers of hints' queries that EndPrompt has a use for, layers x query heads x
+  // head_dim; 0 if the policy has none.
+  virtual int64_t hint_queries() const { return 0; }
+
   // Returns an error if what the slot's sequence was given since Admit may be wrong; the sequence
   // must then end.
   virtual absl::Status SlotHealth(int /*slot*/) const { return absl::OkStatus(); }

@@ -51,13 +51,21 @@ absl::Status CheckUnits(const std::string& field, const std::vector<uint32_t>& u
 }  // namespace
 
 size_t SelectionHints::bytes() const {
-  size_t sum = entries.size() * sizeof(Entry);
+  size_t sum = entries.size() * sizeof(Entry) + queries.size() * sizeof(float);
   for (const Entry& entry : entries) sum += entry.units.size() * sizeof(uint32_t);
   return sum;
 }
 
 absl::Status CheckHints(const SelectionHints& hints, const HintBounds& bounds) {
-  if (hints.empty()) return absl::OkStatus();
+  const std::vector<float>& queries = hints.queries;
+  if (bounds.queries > 0 && !queries.empty() && std::ssize(queries) != bounds.queries) {
+    return InvalidField("hints.queries",
+                        absl::StrCat("expected ", bounds.queries,
+                                     " numbers, layers x query heads x head_dim of the model, "
+                                     "found ",
+                                     queries.size(), "; send all of them or none"));
+  }
+  if (hints.entries.empty()) return absl::OkStatus();
   if (hints.unit_tokens != 1 && hints.unit_tokens != bounds.block_tokens) {
     return InvalidField("hints.unit_tokens",
                         absl::StrCat("expected 1 or block_tokens (", bounds.block_tokens,

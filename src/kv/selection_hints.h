@@ -22,8 +22,10 @@ struct SelectionHints {
   };
   uint32_t unit_tokens = 0;
   std::vector<Entry> entries;
+  // The queries of the prompt's last row after RoPE, [layers][heads][head_dim]; empty: not given.
+  std::vector<float> queries;
 
-  bool empty() const { return entries.empty(); }
+  bool empty() const { return entries.empty() && queries.empty(); }
   // Returns the memory that the hints take.
   size_t bytes() const;
 };
@@ -44,6 +46,8 @@ struct HintBounds {
   uint32_t context_length = 0;  // tokens that units may cover
   // The most tokens that an entry's units may cover; 0: all of the context.
   int64_t most_tokens = 0;
+  // The numbers of `queries`; 0: any.
+  int64_t queries = 0;
 };
 // Returns INVALID_ARGUMENT, which names the field ("hints.entries[3].units") and the remedy.
 absl::Status CheckHints(const SelectionHints& hints, const HintBounds& bounds);

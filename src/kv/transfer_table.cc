@@ -34,13 +34,15 @@ absl::Status CheckFirstTokens(const std::vector<OutputToken>& tokens, uint32_t m
   return absl::OkStatus();
 }
 
-HintBounds BoundsOf(const CacheLayout& layout, uint32_t context_length, int64_t most_tokens) {
+HintBounds BoundsOf(const CacheLayout& layout, uint32_t context_length,
+                    const TransferTable::Options& options) {
   HintBounds bounds;
   bounds.layers = static_cast<uint32_t>(layout.layers);
   bounds.kv_heads = static_cast<uint32_t>(layout.kinds[0].heads);
   bounds.block_tokens = static_cast<uint32_t>(layout.kinds[0].block_tokens);
   bounds.context_length = context_length;
-  bounds.most_tokens = most_tokens;
+  bounds.most_tokens = options.hint_tokens;
+  bounds.queries = options.hint_queries;
   return bounds;
 }
 
@@ -138,7 +140,8 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   home->Hold(std::move(charge));
   transfer = std::make_shared<Transfer>(
       m, std::move(home), m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease);
-  Reserved reserved{transfer->id, transfer->lease, options_.max_chunk_bytes, options_.hint_tokens};
+  Reserved reserved{transfer->id, transfer->lease, options_.max_chunk_bytes, options_.hint_tokens,
+                    options_.hint_queries};
   SLUICE_RETURN_IF_ERROR(enter());  // others may have come meanwhile
   store_->Wake();
   return reserved;
@@ -165,9 +168,10 @@ absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
     if (transfer->state == Transfer::State::kCommitted) return context_length;
     SLUICE_RETURN_IF_ERROR(
         CheckFirstTokens(first_tokens, transfer->max_new_tokens, options_.vocab_size));
-    SLUICE_RETURN_IF_ERROR(
-        CheckHints(hints, BoundsOf(dram_->layout(), context_length, options_.hint_tokens)));
-    const bool keeps_hints = options_.hint_tokens > 0;
+    SLUICE_RETURN_IF_ERROR(CheckHints(hints, BoundsOf(dram_->layout(), context_length, options_)));
+    if (options_.hint_queries == 0) hints.queries = {};
+    if (options_.hint_tokens == 0) hints.entries = {};
+    const bool keeps_hints = !hints.empty();
     if (keeps_hints && !store_->HasBytesLocked(hints.bytes())) {
       return store_->TooManyLocked("try again later, or commit without hints");
     }

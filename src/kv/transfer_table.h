@@ -78,6 +78,7 @@ class TransferTable {
     uint64_t max_chunk_bytes = 8 << 20;
     // Tokens of an entry of hints; 0: hints are checked, and dropped.
     int64_t hint_tokens = 0;
+    int64_t hint_queries = 0;  // numbers of hints' queries; 0: they are dropped
     // Transfers that are open at once, and bytes of their prompts and hints: what reservations take
     // beside their pages. 16384 transfers of a 4096-token prompt fill the 256 MiB.
     size_t max_open = 16384;
@@ -104,7 +105,7 @@ class TransferTable {
     std::string transfer_id;
     absl::Duration lease;
     uint64_t max_chunk_bytes = 0;
-    int64_t hint_tokens = 0;
+    int64_t hint_tokens = 0, hint_queries = 0;
   };
   // Opens a transfer and reserves its pages. Errors:
   //   INVALID_ARGUMENT     the manifest is wrong, or its sequence could never fit

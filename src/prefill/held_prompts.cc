@@ -100,6 +100,7 @@ class HeldPrompts::Collector : public LayerSink {
     return absl::OkStatus();
   }
   int64_t hint_tokens() const override { return options_.hint_tokens; }
+  bool wants_queries() const override { return true; }
 
  private:
   const Options& options_;

@@ -10,17 +10,20 @@
 
 namespace sluice {
 
-ImportantBlocks::ImportantBlocks(Device* device, const CacheLayout& layout, int64_t max_context)
+ImportantBlocks::ImportantBlocks(Device* device, const CacheLayout& layout, int heads,
+                                 int64_t max_context)
     : device_(device),
       layers_(layout.layers),
       kv_heads_(layout.kinds[0].heads),
       block_tokens_(layout.kinds[0].block_tokens),
-      most_blocks_(layout.kinds[0].BlocksFor(max_context)) {}
+      most_blocks_(layout.kinds[0].BlocksFor(max_context)),
+      row_values_(heads * layout.kinds[0].part_bytes[0] / SizeOf(layout.kinds[0].element_type)) {}
 
 absl::StatusOr<std::unique_ptr<ImportantBlocks>> ImportantBlocks::Create(Device* device,
                                                                          const CacheLayout& layout,
+                                                                         int heads,
                                                                          int64_t max_context) {
-  std::unique_ptr<ImportantBlocks> made(new ImportantBlocks(device, layout, max_context));
+  std::unique_ptr<ImportantBlocks> made(new ImportantBlocks(device, layout, heads, max_context));
   const int64_t lists = int64_t{made->layers_} * made->kv_heads_;
   const BufferAllocator allocator(device, "the important blocks of a prompt (--hints)");
   SLUICE_RETURN_IF_ERROR(
@@ -30,6 +33,9 @@ absl::StatusOr<std::unique_ptr<ImportantBlocks>> ImportantBlocks::Create(Device*
   SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, lists, &made->counts_));
   SLUICE_RETURN_IF_ERROR(
       allocator.Words(MemoryKind::kPinned, lists * (made->most_blocks_ + 1), &made->read_));
+  const int64_t queries = made->layers_ * made->row_values_;
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, queries, &made->queries_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, queries, &made->read_queries_));
   return made;
 }
 
@@ -52,6 +58,9 @@ void ImportantBlocks::Find(Stream& stream, int layer, const kernels::AttentionPa
   exact.reduction = kernels::GroupReduction::kSoftmaxSum;
   device_->kernels().ExactScores(stream, exact);
 
+  stream.Copy(queries_.as<float>() + layer * row_values_, exact.q,
+              static_cast<size_t>(row_values_) * sizeof(float));
+
   const int64_t list = int64_t{layer} * kv_heads_;
   kernels::TopKParams top{};
   top.scores = exact.scores;
@@ -67,13 +76,14 @@ void ImportantBlocks::Find(Stream& stream, int layer, const kernels::AttentionPa
   device_->kernels().TopK(stream, top);
 }
 
-SelectionHints ImportantBlocks::Read(Stream& stream, int32_t count) const {
+SelectionHints ImportantBlocks::Read(Stream& stream, int32_t count, bool want_queries) const {
   const int64_t lists = int64_t{layers_} * kv_heads_;
   auto* const units = read_.as<int32_t>();
   int32_t* const counts = units + lists * count;
   const std::unique_ptr<Event> there = device_->NewEvent();
   stream.Copy(units, units_.data(), static_cast<size_t>(lists * count) * sizeof(int32_t));
   stream.Copy(counts, counts_.data(), static_cast<size_t>(lists) * sizeof(int32_t));
+  if (want_queries) stream.Copy(read_queries_.data(), queries_.data(), queries_.bytes());
   stream.Record(*there);
   there->Wait();
   SelectionHints hints;
@@ -85,6 +95,10 @@ SelectionHints ImportantBlocks::Read(Stream& stream, int32_t count) const {
     const int32_t* const first = units + list * count;
     // A failed device may leave anything in its memory.
     entry.units.assign(first, first + std::clamp(counts[list], 0, count));
+  }
+  if (want_queries) {
+    const auto* const first = read_queries_.as<float>();
+    hints.queries.assign(first, first + layers_ * row_values_);
   }
   return hints;
 }

@@ -244,7 +244,9 @@ class PrefillerImpl : public Prefiller {
     batch_->event(last).Wait();
     SLUICE_RETURN_IF_ERROR(device_->Health());
     PrefillResult result;
-    if (blocks > 0) result.hints = finders_.blocks->Read(*copy_stream_, blocks);
+    if (blocks > 0) {
+      result.hints = finders_.blocks->Read(*copy_stream_, blocks, sink.wants_queries());
+    }
     if (keeps_selections) {
       result.hints = HintsOf(finders_.selections->Read(*copy_stream_, kSlot),
                              model_->cache_layout().layers, hint_tokens);
@@ -358,7 +360,7 @@ absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& opti
   const std::optional<LatentConfig>& latent = model->config().latent;
   if (options.hints && !latent.has_value()) {
     SLUICE_ASSIGN_OR_RETURN(finders.blocks, ImportantBlocks::Create(device, model->cache_layout(),
-                                                                    options.max_context));
+                                                                    of.heads, options.max_context));
   } else if (options.hints && latent->indexer.has_value()) {
     PromptSelections::Options selections;
     selections.device = device;

@@ -38,6 +38,8 @@ class LayerSink {
   // Returns, after Begin, the maximum tokens of a layer and KV head that hints may name. 0: hints
   // are of no use.
   virtual int64_t hint_tokens() const { return 0; }
+  // Returns, after Begin, whether hints may have the queries of the prompt's last row.
+  virtual bool wants_queries() const { return false; }
 };
 
 struct PrefillResult {

@@ -50,7 +50,9 @@ void MeasureCloHead(const HeadQueries& head, int64_t head_dim, const CloRunOptio
   int64_t label = first_row;
   for (int64_t row = first_row + 1; row < tokens; ++row) {
     sums->similarity += Similarity(queries(row), queries(row - 1), group, head_dim);
-    const bool hit = Similarity(queries(row), queries(label), group, head_dim) >= options.eta;
+    const double of_label = Similarity(queries(row), queries(label), group, head_dim);
+    const bool hit = of_label >= options.eta;
+    sums->of_labels += of_label;
     if (!hit) label = row;
     sums->hits += hit ? 1 : 0;
     ++sums->lookups;

@@ -26,10 +26,14 @@ struct CloHead {
   std::vector<double> outside;  // by query head of the group: attention to the other tokens
   int64_t rows = 0;             // rows of `outside`
   double similarity = 0;        // of each row's queries with those of the row before
+  double of_labels = 0;         // of each row's queries with the label of their lookup
   int64_t hits = 0, lookups = 0;
 
   double MeanSimilarity() const {
     return lookups == 0 ? 1 : similarity / static_cast<double>(lookups);
+  }
+  double MeanLabelSimilarity() const {
+    return lookups == 0 ? 1 : of_labels / static_cast<double>(lookups);
   }
   double MissShare() const {
     return lookups == 0 ? 0 : 1 - static_cast<double>(hits) / static_cast<double>(lookups);

@@ -11,7 +11,7 @@
 namespace sluice {
 
 struct HashTrainingOptions {
-  int64_t bits = 256;
+  int64_t bits = 128;
   uint64_t seed = 1;  // of the random matrices that it starts from, and of its draws
   int steps = 240;
 };

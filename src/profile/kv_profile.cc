@@ -23,6 +23,7 @@
 #include "src/profile/hash_training.h"
 #include "src/profile/intervals.h"
 #include "src/profile/margin_run.h"
+#include "src/profile/prediction_run.h"
 #include "src/profile/progress.h"
 #include "src/profile/skew_run.h"
 #include "src/profile/traffic.h"
@@ -123,10 +124,16 @@ class Profiler {
     return drift;
   }
 
-  // Decodes each prompt. Returns a series for each layer.
-  absl::StatusOr<std::vector<ShareSeries>> Decode(const PolicyOptions& policy) {
-    Device& device = device_->device();
+  // One sequence that decodes under a policy after each prompt.
+  struct Decoding {
     PolicyWorld world;
+    std::unique_ptr<BenchTiers> tiers;
+    std::unique_ptr<ContextMaker> maker;
+  };
+  absl::StatusOr<Decoding> SetUpDecoding(const PolicyOptions& policy, const std::string& name) {
+    Device& device = device_->device();
+    Decoding decoding;
+    PolicyWorld& world = decoding.world;
     world.device = &device;
     world.model = model_.get();
     world.max_context = model_->max_context();
@@ -134,17 +141,22 @@ class Profiler {
     // Twice the size of its cache holds a sequence's KV slots, the arrays beside them and its
     // dense layers.
     const int64_t home = ArenaBytes(model_->cache_layout(), longest_) + (1 << 20);
-    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<BenchTiers> tiers,
-                            BenchTiers::Create(device, 2 * home + (8 << 20), home));
-    SLUICE_RETURN_IF_ERROR(tiers->Cut(&world, "scout"));
-    SLUICE_RETURN_IF_ERROR(SetUpPolicy(world, "scout").status());  // before prompts are computed
+    SLUICE_ASSIGN_OR_RETURN(decoding.tiers, BenchTiers::Create(device, 2 * home + (8 << 20), home));
+    SLUICE_RETURN_IF_ERROR(decoding.tiers->Cut(&world, name));
+    SLUICE_RETURN_IF_ERROR(SetUpPolicy(world, name).status());  // before prompts are computed
     SLUICE_ASSIGN_OR_RETURN(
-        const std::unique_ptr<ContextMaker> maker,
-        ContextMaker::Create(static_cast<int>(longest_), &device, model_.get()));
+        decoding.maker, ContextMaker::Create(static_cast<int>(longest_), &device, model_.get()));
+    return decoding;
+  }
+
+  // Decodes each prompt. Returns a series for each layer.
+  absl::StatusOr<std::vector<ShareSeries>> Decode(const PolicyOptions& policy) {
+    SLUICE_ASSIGN_OR_RETURN(const Decoding decoding, SetUpDecoding(policy, "scout"));
+    const PolicyWorld& world = decoding.world;
     std::vector<ShareSeries> series(static_cast<size_t>(model_->cache_layout().layers));
     Progress bar("decoding prompts");
     for (size_t i = 0; i < prompts_.size(); ++i) {
-      SLUICE_ASSIGN_OR_RETURN(const Context context, maker->Compute(prompts_[i]));
+      SLUICE_ASSIGN_OR_RETURN(const Context context, decoding.maker->Compute(prompts_[i]));
       SLUICE_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> shares,
                               MeasureShares(world, context, static_cast<int>(options_.steps)));
       for (size_t step = 0; step < shares.size(); ++step) {
@@ -341,12 +353,14 @@ class Profiler {
     const int kv_heads = layout.kinds[0].heads;
     profile_.clo.kv_heads = kv_heads;
     std::printf(
-        "\nheads of clo: gates, similarity of queries in neighbouring steps, and hits at %g\n\n",
+        "\nheads of clo: gates, similarity of queries in neighbouring steps and with labels, and "
+        "hits "
+        "at %g\n\n",
         CloRunOptions().eta);
-    std::printf("%5s %11s %11s %11s %11s %9s\n", "layer", "least gate", "mean gate", "least sim.",
-                "mean sim.", "hits");
+    std::printf("%5s %11s %11s %11s %11s %11s %9s\n", "layer", "least gate", "mean gate",
+                "least sim.", "mean sim.", "with label", "hits");
     for (int layer = 0; layer < layout.layers; ++layer) {
-      double least_gate = 1, gates = 0, least = 1, mean = 0, hits = 0;
+      double least_gate = 1, gates = 0, least = 1, mean = 0, of_labels = 0, hits = 0;
       for (int head = 0; head < kv_heads; ++head) {
         const CloHead& of = found[static_cast<size_t>(layer * kv_heads + head)];
         for (const double outside : of.outside) {
@@ -357,23 +371,51 @@ class Profiler {
         }
         profile_.clo.similarities.push_back(static_cast<float>(of.MeanSimilarity()));
         profile_.clo.misses.push_back(static_cast<float>(of.MissShare()));
+        profile_.clo.label_similarities.push_back(static_cast<float>(of.MeanLabelSimilarity()));
         least = std::min(least, of.MeanSimilarity());
         mean += of.MeanSimilarity() / kv_heads;
+        of_labels += of.MeanLabelSimilarity() / kv_heads;
         hits += (1 - of.MissShare()) / kv_heads;
       }
-      std::printf("%5d %11.3f %11.3f %11.3f %11.3f %8.1f%%\n", layer, least_gate, gates, least,
-                  mean, 100 * hits);
+      std::printf("%5d %11.3f %11.3f %11.3f %11.3f %11.3f %8.1f%%\n", layer, least_gate, gates,
+                  least, mean, of_labels, 100 * hits);
     }
+    SLUICE_RETURN_IF_ERROR(MeasurePredictionsOfLayers());
     if (options_.clo_batch > 0) SLUICE_RETURN_IF_ERROR(MeasurePrefetchable());
     const HeadLoads loads{
         RulesOf(profile_.clo.gates, profile_.clo.similarities, CloRunOptions().eta).difficulty,
-        profile_.clo.misses};
+        profile_.clo.misses, profile_.clo.predicted};
     profile_.clo.persistence_order =
         PersistenceOrder(layout.layers, kv_heads, loads, profile_.clo.prefetchable);
     if (options_.clo_batch > 0) {
       std::printf("heads that are persistent for it: %.1f %%\n",
                   100.0 * static_cast<double>(profile_.clo.persistence_order.size()) /
                       static_cast<double>(loads.misses.size()));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MeasurePredictionsOfLayers() {
+    PolicyOptions sparse;
+    sparse.dense_layers = 0;
+    SLUICE_ASSIGN_OR_RETURN(const Decoding decoding, SetUpDecoding(sparse, "clo"));
+    std::vector<PredictionSums> sums;
+    {
+      Progress bar("predicted queries");
+      for (size_t i = 0; i < prompts_.size(); ++i) {
+        SLUICE_ASSIGN_OR_RETURN(const Context context, decoding.maker->Compute(prompts_[i]));
+        SLUICE_RETURN_IF_ERROR(
+            MeasurePredictions(decoding.world, context, static_cast<int>(options_.steps), &sums));
+        bar.Show(static_cast<int64_t>(i) + 1, static_cast<int64_t>(prompts_.size()));
+      }
+    }
+    std::printf("\ncosine of predicted queries with those of the layer, by layer\n\n");
+    for (size_t layer = 0; layer < sums.size(); ++layer) {
+      profile_.clo.predicted.push_back(static_cast<float>(sums[layer].Mean()));
+      std::printf("%5zu %11.3f%s\n", layer, sums[layer].Mean(),
+                  IsUnpredictable(profile_.clo.predicted, static_cast<int64_t>(layer))
+                      ? "  its heads become persistent, and select by their own queries"
+                      : "");
     }
     return absl::OkStatus();
   }

@@ -38,8 +38,9 @@ constexpr absl::Duration kCanaryTimeout = absl::Minutes(5);
 
 // Returns the largest message that other nodes send, with a chunk of a KV cache or with hints.
 uint64_t PeerMessageBytes(uint64_t max_chunk_bytes, const AttentionPolicy& policy) {
-  return std::max(MaxChunkMessageBytes(max_chunk_bytes),
-                  policy.hint_tokens() > 0 ? uint64_t{kMaxHintMessageBytes} : 0);
+  uint64_t hints = policy.hint_tokens() > 0 ? kMaxHintMessageBytes : 0;
+  hints += static_cast<uint64_t>(policy.hint_queries()) * sizeof(uint16_t);
+  return std::max(MaxChunkMessageBytes(max_chunk_bytes), hints);
 }
 
 }  // namespace
@@ -123,6 +124,7 @@ absl::Status DecodeNode::MakeTransfers() {
     return policy->FootprintOf(context, total);
   };
   table.hint_tokens = policy_->hint_tokens();
+  table.hint_queries = policy_->hint_queries();
   table.quotas = &quotas_;
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =

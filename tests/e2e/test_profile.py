@@ -74,6 +74,8 @@ def test_heads_of_clo_become_persistent_until_what_others_miss_is_hidden(tiny_mo
     clo = json.loads(out.read_text())["clo"]
     heads, kv_heads, order = len(clo["misses"]), clo["kv_heads"], clo["persistence_order"]
     assert heads == len(clo["similarities"]) and all(0 <= miss <= 1 for miss in clo["misses"])
+    assert len(clo["label_similarities"]) == heads
+    assert len(clo["predicted"]) == heads // kv_heads and all(-1 <= cosine <= 1 for cosine in clo["predicted"])
     assert clo["prefetchable"] == 0 and sorted(order) == list(range(heads))
     assert order[:kv_heads] == list(range(kv_heads))  # layer 0 first
 

@@ -196,6 +196,7 @@ v1::Hints GoodHints(uint32_t unit_tokens) {
     if (i % 4 != 3) entry->set_position(20 + i);
     for (uint32_t u = i; u < kMaxContext / unit_tokens; u += 3 + i) entry->add_units(u);
   }
+  hints.set_queries(std::string(24, 'q'));
   return hints;
 }
 

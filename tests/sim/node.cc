@@ -63,6 +63,7 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
     return policy_->FootprintOf(context, total);
   };
   transfers.hint_tokens = policy_->hint_tokens();
+  transfers.hint_queries = policy_->hint_queries();
   finish_rate_ = std::make_unique<FinishRate>(clock);
   transfers.retry_after = [this] { return finish_rate_->RetryAfter(); };
   transfers_ = std::make_unique<TransferTable>(transfers, dram_.get(), hbm_.get(), clock);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 extern "C" {
@@ -367,8 +368,8 @@ void Sender::HoldUp(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
   });
 }
 
-// Draws hints with any tokens for any rows: correct hints change no token. Sometimes a hint names
-// no token of the sequence.
+// Draws hints with any tokens for any rows, and any queries: correct hints change no token.
+// Sometimes a hint names a layer that is none, or has a query too many.
 SelectionHints Sender::DrawHints(bool* spoiled) {
   SelectionHints hints;
   hints.unit_tokens = OneIn(random_, 3) ? kBlockTokens : 1;
@@ -384,8 +385,19 @@ SelectionHints Sender::DrawHints(bool* spoiled) {
       if (OneIn(random_, part)) entry.units.push_back(u);
     }
   }
+  const int64_t queries = world_->node().policy().hint_queries();
+  if (queries > 0 && OneIn(random_, 2)) {
+    for (int64_t i = 0; i < queries; ++i) {
+      hints.queries.push_back(static_cast<float>(random_.Uniform() - 0.5));
+    }
+    if (OneIn(random_, 4)) hints.queries[0] = std::numeric_limits<float>::quiet_NaN();
+  }
   *spoiled = !hints.empty() && OneIn(random_, 8);
-  if (*spoiled) hints.entries.back().layer = kLayers;
+  if (*spoiled && hints.entries.empty()) {
+    hints.queries.push_back(0);
+  } else if (*spoiled) {
+    hints.entries.back().layer = kLayers;
+  }
   return hints;
 }
 
@@ -404,7 +416,7 @@ void Sender::TryCommit() {
       std::all_of(known_.begin(), known_.end(), [](Block b) { return b == Block::kLanded; });
   if (committed.ok()) {
     if (committed_) return;  // answered like the first one
-    if (spoiled) world_->Fail(request_.index, "hints of a layer that is none were taken");
+    if (spoiled) world_->Fail(request_.index, "hints that do not fit the model were taken");
     if (!complete || poisoned_ || aborted_) {
       world_->Fail(request_.index, "a transfer was committed that is not whole");
     }

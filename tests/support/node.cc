@@ -58,6 +58,7 @@ Node::Node(const NodeOptions& o) {
   transfers.max_context = static_cast<uint32_t>(model_->max_context());
   transfers.max_lease = o.max_lease;
   transfers.hint_tokens = policy_->hint_tokens();
+  transfers.hint_queries = policy_->hint_queries();
   transfers.footprint = [this](int64_t context, int64_t total) {
     return policy_->FootprintOf(context, total);
   };

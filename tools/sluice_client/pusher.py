@@ -232,6 +232,7 @@ class Pusher:
         self.context_length = context_length
         self._max_chunk_bytes = min(_CHUNK_BYTES, answer.max_chunk_bytes or _CHUNK_BYTES)
         self.hint_tokens = answer.hint_tokens
+        self.hint_queries = answer.hint_queries
         return self.transfer_id
 
     def write_layer(self, layer: int, k: Array, v: Array, token_begin: int = 0,

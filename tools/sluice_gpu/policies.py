@@ -20,7 +20,7 @@ from sluice_gpu.place import Place
 PART_SECONDS = 480
 GIB = 1 << 30
 LARGE = "configs/models/qwen3-14b"
-LLAMA, QWEN8 = "configs/models/llama-3-8b", "configs/models/qwen3-8b"
+LLAMA, QWEN8, QWEN25 = (f"configs/models/{name}" for name in ("llama-3-8b", "qwen3-8b", "qwen2.5-14b"))
 SMALL = "configs/models/topic-drift-small"
 WINDOWS = 4  # measured windows of sluice-bench policies
 SPARE_TOKENS = 67  # tokens that it decodes before its windows and may decode after them
@@ -158,12 +158,22 @@ class HeadsRun:
         """Returns the flags of sluice-profile, without the device and the output."""
         return ["--model", str(place.root / self.model), "--topic-drift", "--clo", "--no-intervals",
                 "--context", str(self.context), "--drift-context", str(self.longest), "--prompts", str(self.prompts),
-                "--drift", str(TURNING_DRIFT), *TURNING]
+                "--steps", "16", "--drift", str(TURNING_DRIFT), *TURNING]
 
 
 def _clo(name: str, policies: tuple[str, ...], context: int, **more) -> Run:
-    return Run(name, policies, (context,), model=LLAMA, statistics=0, trace=False, profile="heads", budget=256,
-               drifts=(TURNING_DRIFT,), more=TURNING, **more)
+    return Run(name, policies, (context,), statistics=0, trace=False, budget=256, drifts=(TURNING_DRIFT,), more=TURNING,
+               **{"model": LLAMA, "profile": "heads", **more})
+
+
+def _figure10(name: str, context: int, batches: tuple[int, ...], model: str) -> list[HeadsRun | Run]:
+    """Returns shapes of CLO's figure 10. HBM holds all of each under every policy."""
+    heads = f"{name}-heads"
+    return [HeadsRun(heads, context, model=model),
+            *(_clo(f"{name}-{batch}", ("full", "lru", "clo-fetch-all", "clo:persistent=0.25"), context, most=batch,
+                   batches=(batch,), given_batches=True, full_sequences=batch + 1, steps=16, distinct=1, model=model,
+                   profile=heads)
+              for batch in batches)]
 
 
 BUDGETS = ("full", "scout", "scout:budget=1024", "recall-paper", "hgca-mean")
@@ -250,16 +260,20 @@ PARTS: dict[str, list[AnyRun]] = {
     # HBM for six sequences of 32K: clo's largest batches beside its baselines', with persistent heads and without.
     "clo32k": [HeadsRun("heads", 32768),
                _clo("32k", ("full", "lru", "clo", "clo:persistent=0.2", "clo:persistent=0.3",
-                            "clo:persistent=0.3:similarity=0.95", "clo:persistent=0.35:bits=128"), 32768, most=20,
+                            "clo:persistent=0.3:bits=256", "clo:persistent=0.35",
+                           "clo:persistent=0.35:similarity=0.95"), 32768, most=20,
                     full_sequences=6.6)],
-    # Each row beside the first differs by one form or setting.
+    # Each row beside the first differs by one form or setting. Those of mover=1 are the forms as published, in which
+    # CPU workers gather.
     "clo-forms": [HeadsRun("heads", 32768),
                   _clo("forms-32k", ("clo", "clo:replace=1", "clo:mover=1", "clo:early=0", "clo:persistent=0.2",
-                                     "clo-paper", "lru", "clo-fetch-all", "hata", "hata-paper", "full"), 32768,
+                                     "clo-paper", "clo-paper:mover=1", "lru", "lru:mover=1", "clo-fetch-all", "hata", "hata-paper", "full"), 32768,
                        most=6, batches=(6,), given_batches=True, full_sequences=8, steps=16)],
     "clo128k": [HeadsRun("heads", 129024),
                 _clo("128k", ("full", "hata", "clo", "clo:persistent=0.25", "clo-fetch-all"), 129024, most=1,
                      given_batches=True, full_sequences=1.5, steps=16)],
+    "clo-figure10": [*_figure10("llama-8k", 8192, (4, 64), LLAMA), *_figure10("llama-32k", 32768, (1,), LLAMA),
+                     *_figure10("qwen-8k", 8192, (32,), QWEN25), *_figure10("qwen-128k", 129024, (1,), QWEN25)],
     **LATENT_PARTS,
 }
 

@@ -161,7 +161,7 @@ std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t to
   const int layers = o.hbm->layout().layers;
   std::vector<std::vector<int32_t>> all(static_cast<size_t>((layers - o.dense_layers) * kv().heads),
                                         newest);
-  if (hints.empty()) return all;
+  if (hints.entries.empty()) return all;
   HintedUnits hinted(hints, o.unit_tokens, end);
   size_t list = 0;
   for (int layer = o.dense_layers; layer < layers; ++layer) {

@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/offload/decode_attention.h"
-#include "src/attention/offload/offload_policy.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 
@@ -16,35 +15,32 @@ constexpr int32_t kUnitTokens = 1;
 
 }  // namespace
 
-TokenFetch::TokenFetch(const PolicyOptions& options, OffloadTier* tier, int32_t most_selected)
+TokenFetch::TokenFetch(const PolicyOptions& options, OffloadTier* tier, const Shape& shape)
     : options_(options),
       tier_(tier),
       kernels_(options.device->kernels()),
       kv_heads_(options.hbm->layout().kinds[0].heads),
       head_dim_(tier->Home(0).head_dim),
-      most_selected_(most_selected),
+      rows_(shape.rows),
+      most_selected_(static_cast<int32_t>(shape.most_selected)),
       most_resident_(tier->PlacesOf(options.max_context)) {}
 
 absl::StatusOr<std::unique_ptr<TokenFetch>> TokenFetch::Create(const PolicyOptions& options,
                                                                OffloadTier* tier,
-                                                               int64_t most_selected,
-                                                               PolicyOptions::Mover mover,
-                                                               int mover_workers) {
-  auto made = std::unique_ptr<TokenFetch>(
-      new TokenFetch(options, tier, static_cast<int32_t>(most_selected)));
+                                                               const Shape& shape) {
+  auto made = std::unique_ptr<TokenFetch>(new TokenFetch(options, tier, shape));
   SLUICE_RETURN_IF_ERROR(made->Allocate());
-  RowMover::Options of_mover = made->MoverOptions();
-  of_mover.kind = mover;
-  of_mover.workers = mover_workers;
-  SLUICE_ASSIGN_OR_RETURN(made->mover_, RowMover::Create(of_mover));
+  SLUICE_ASSIGN_OR_RETURN(made->mover_, RowMover::Create(made->MoverOptions(shape)));
   return made;
 }
 
-RowMover::Options TokenFetch::MoverOptions() const {
+RowMover::Options TokenFetch::MoverOptions(const Shape& shape) const {
   RowMover::Options mover;
+  mover.kind = shape.mover;
+  mover.workers = shape.mover_workers;
   mover.device = options_.device;
   mover.slots = options_.slots;
-  mover.max_rows = OffloadPolicy::MaxDecodeRows(options_);
+  mover.max_rows = shape.rows;
   mover.kv_heads = static_cast<int>(kv_heads_);
   mover.capacity = most_selected_;
   mover.home = tier_->Home(0);
@@ -54,7 +50,7 @@ RowMover::Options TokenFetch::MoverOptions() const {
 }
 
 absl::Status TokenFetch::Allocate() {
-  const int64_t rows = OffloadPolicy::MaxDecodeRows(options_), lists = rows * kv_heads_;
+  const int64_t lists = rows_ * kv_heads_;
   const BufferAllocator lists_of_tokens(options_.device,
                                         absl::StrCat("lists of tokens of ", options_.name));
   const BufferAllocator results(options_.device, absl::StrCat("results of ", options_.name));
@@ -75,13 +71,13 @@ absl::Status TokenFetch::Allocate() {
     SLUICE_RETURN_IF_ERROR(lists_of_tokens.Words(MemoryKind::kDevice, lists, counts));
   }
   SLUICE_RETURN_IF_ERROR(
-      results.Words(MemoryKind::kDevice, rows * options_.heads * head_dim_, &o_));
-  SLUICE_RETURN_IF_ERROR(results.Words(MemoryKind::kDevice, rows * options_.heads, &lse_));
+      results.Words(MemoryKind::kDevice, rows_ * options_.heads * head_dim_, &o_));
+  SLUICE_RETURN_IF_ERROR(results.Words(MemoryKind::kDevice, rows_ * options_.heads, &lse_));
   return absl::OkStatus();
 }
 
 absl::Status TokenFetch::AllocateScored(Scored* scored) const {
-  const int64_t lists = OffloadPolicy::MaxDecodeRows(options_) * kv_heads_;
+  const int64_t lists = rows_ * kv_heads_;
   SLUICE_RETURN_IF_ERROR(
       BufferAllocator(options_.device, absl::StrCat("scores of ", options_.name))
           .Words(MemoryKind::kDevice, lists * options_.max_context, &scored->scores));

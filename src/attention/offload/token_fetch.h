@@ -25,13 +25,16 @@ class TokenFetch {
  public:
   using Queries = KvAttention::Queries;
 
-  // Makes lists for up to `most_selected` tokens that a row selects of a KV head. `tier` has units
-  // of one token and must outlive the result. `options` gives the shape of steps. `mover` fetches
-  // the tokens, with `mover_workers` CPU workers if it is kCpu. RESOURCE_EXHAUSTED: there is no
+  struct Shape {
+    int64_t most_selected = 0;  // tokens that a row selects of a KV head at most
+    int rows = 0;               // decode rows of a step at most
+    PolicyOptions::Mover mover = PolicyOptions::Mover::kUva;
+    int mover_workers = 0;  // CPU workers of mover kCpu
+  };
+  // `tier` has units of one token and must outlive the result. RESOURCE_EXHAUSTED: there is no
   // memory for the lists; errors of RowMover::Create come through.
-  static absl::StatusOr<std::unique_ptr<TokenFetch>> Create(
-      const PolicyOptions& options, OffloadTier* tier, int64_t most_selected,
-      PolicyOptions::Mover mover = PolicyOptions::Mover::kUva, int mover_workers = 0);
+  static absl::StatusOr<std::unique_ptr<TokenFetch>> Create(const PolicyOptions& options,
+                                                            OffloadTier* tier, const Shape& shape);
 
   // Two selections may be under way at once: that of Bring, and that of Add one layer before it.
   // The second is there if a head is persistent.
@@ -87,11 +90,11 @@ class TokenFetch {
     Buffer source_units, target_units, moves;  // int32 [lists][selected] twice, [lists]
   };
 
-  TokenFetch(const PolicyOptions& options, OffloadTier* tier, int32_t most_selected);
+  TokenFetch(const PolicyOptions& options, OffloadTier* tier, const Shape& shape);
   absl::Status Allocate();
   absl::Status AllocateScored(Scored* scored) const;
   const Scored& Of(Use use) const { return use == Use::kBring ? bring_ : add_; }
-  RowMover::Options MoverOptions() const;
+  RowMover::Options MoverOptions(const Shape& shape) const;
   Chosen& ChosenOf(int layer) { return chosen_[static_cast<size_t>(layer) % 2]; }
   kernels::UnitLists Attended(const Chosen& chosen) const {
     return {chosen.units.as<int32_t>(), chosen.counts.as<int32_t>(), capacity()};
@@ -105,6 +108,7 @@ class TokenFetch {
   OffloadTier* const tier_;
   KernelSet& kernels_;
   const int64_t kv_heads_, head_dim_;
+  const int64_t rows_;
   const int32_t most_selected_, most_resident_;
   Scored bring_, add_;
   std::array<Chosen, 2> chosen_;  // by a layer's parity

@@ -32,6 +32,7 @@ struct Preset {
 // Takes the codes and the scores that HATA has.
 void SelectAsPublished(PolicyOptions& o) {
   o.clo.hash_levels = 1;
+  if (o.clo.hash.empty()) o.clo.hash_bits = 256;
   o.clo.centred = false;
   o.reduction = kernels::GroupReduction::kMean;
 }

@@ -54,6 +54,7 @@ class Handoff::Sink : public LayerSink {
     return pusher_->Layer(layer, kind, token_begin, token_end, pieces);
   }
   int64_t hint_tokens() const override { return handoff_->hint_tokens_; }
+  bool wants_queries() const override { return handoff_->wants_queries_; }
   // Null before Begin.
   KvPusher* pusher() { return pusher_.has_value() ? &*pusher_ : nullptr; }
 
@@ -103,6 +104,7 @@ absl::Status Handoff::Reserve() {
   transfer_id_ = reserved.transfer_id();
   max_chunk_bytes_ = reserved.max_chunk_bytes();
   hint_tokens_ = static_cast<int64_t>(std::min<uint64_t>(reserved.hint_tokens(), INT64_MAX));
+  wants_queries_ = reserved.hint_queries() > 0;
   return absl::OkStatus();
 }
 

@@ -61,6 +61,7 @@ class Handoff {
   std::string transfer_id_;
   uint64_t max_chunk_bytes_ = 0;
   int64_t hint_tokens_ = 0;  // that the decode node takes
+  bool wants_queries_ = false;
   absl::Time first_sent_ = absl::InfiniteFuture();
   bool retryable_ = false;  // sending again may mend the failure of the last attempt
 };

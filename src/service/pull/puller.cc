@@ -68,7 +68,7 @@ struct Puller::Pull {
   std::string transfer_id;
   std::string prompt_digest;
   uint32_t context_length = 0;
-  int64_t hint_tokens = 0;
+  int64_t hint_tokens = 0, hint_queries = 0;
   int64_t bytes = 0;
   RequestTrace trace;
   absl::Time begin, deadline;
@@ -254,6 +254,7 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
   pull->transfer_id = reserved.transfer_id;
   pull->context_length = manifest.context_length;
   pull->hint_tokens = reserved.hint_tokens;
+  pull->hint_queries = reserved.hint_queries;
   pull->trace = request->trace;
   pull->begin = absl::Now();
   // The engine's clock is converted to the wall clock.
@@ -364,6 +365,7 @@ absl::Status Puller::Describe(Pull& pull) {
   v1::DescribeResponse held;
   request.set_source_id(pull.source.source_id);
   request.set_tenant(pull.tenant);
+  request.set_want_queries(pull.hint_queries > 0);
   const auto context = pull.NewContext(options_.call_timeout);
   SLUICE_RETURN_IF_ERROR(FromGrpcStatus(pull.stub->Describe(context.get(), request, &held)));
   if (held.model_fingerprint() != options_.model_fingerprint) {

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/params.h"
+#include "src/base/dtype.h"
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
 
@@ -294,6 +295,18 @@ absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints) {
     if (entry.has_position()) added.position = entry.position();
     added.units.assign(entry.units().begin(), entry.units().end());
   }
+  const std::string& queries = hints.queries();
+  if (queries.size() % sizeof(uint16_t) != 0) {
+    return InvalidField("hints.queries", absl::StrCat("expected bfloat16 numbers of 2 bytes each, "
+                                                      "found ",
+                                                      queries.size(), " bytes"));
+  }
+  out.queries.reserve(queries.size() / sizeof(uint16_t));
+  for (size_t at = 0; at < queries.size(); at += sizeof(uint16_t)) {
+    const auto low = static_cast<uint8_t>(queries[at]),
+               high = static_cast<uint8_t>(queries[at + 1]);
+    out.queries.push_back(BFloat16ToFloat(static_cast<uint16_t>(high << 8 | low)));
+  }
   return out;
 }
 
@@ -306,6 +319,13 @@ v1::Hints ToProto(const SelectionHints& hints) {
     if (entry.kv_head.has_value()) added->set_kv_head(*entry.kv_head);
     if (entry.position.has_value()) added->set_position(*entry.position);
     *added->mutable_units() = {entry.units.begin(), entry.units.end()};
+  }
+  std::string& queries = *out.mutable_queries();
+  queries.reserve(hints.queries.size() * sizeof(uint16_t));
+  for (const float query : hints.queries) {
+    const uint16_t value = FloatToBFloat16(query);
+    queries.push_back(static_cast<char>(value & 0xFF));
+    queries.push_back(static_cast<char>(value >> 8));
   }
   return out;
 }

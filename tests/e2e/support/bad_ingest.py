@@ -191,6 +191,14 @@ def ingest_cases() -> list[BadCall]:
                 timeout=TIMEOUT_S)
         return call
 
+    def hinted_queries(v):
+        def call(site: Site):
+            transfer = site.transfer(0)
+            transfer.write_all()
+            return site.node.ingest.Commit(ingest_pb2.CommitRequest(
+                transfer_id=transfer.id, hints=ingest_pb2.Hints(queries=v)), timeout=TIMEOUT_S)
+        return call
+
     def commit_id(v):
         return lambda s: s.node.ingest.Commit(ingest_pb2.CommitRequest(transfer_id=v), timeout=TIMEOUT_S)
 
@@ -229,6 +237,7 @@ def ingest_cases() -> list[BadCall]:
         BadCall("Commit a hint of no row", hints(position=CONTEXT), field="hints.entries[1].position"),
         BadCall("Commit a hint past the end", hints(units=[0, CONTEXT]), field="hints.entries[1].units[1]"),
         BadCall("Commit a hint twice", hints(units=[0, 0]), field="hints.entries[1].units[1]"),
+        BadCall("Commit half a query", hinted_queries(b"123"), field="hints.queries"),
         BadCall("Commit second token", commit(token(id=1), token(id=VOCABULARY)), field="first_tokens[1].id"),
         BadCall("Commit logprob NaN", commit(token(id=1, logprob=NAN)), field="first_tokens[0].logprob"),
         BadCall("Commit 21 alternatives", commit(token(id=1, top_logprobs=[top(token_id=1)] * 21)),

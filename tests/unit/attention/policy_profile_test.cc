@@ -40,7 +40,8 @@ PolicyProfile Profile() {
                  {1, 1, 1, 0.5f, 0, 0, 0.25f, 1, 0, 1, 0.125f, 0},
                  {0.5f, 0.75f, 1, -0.25f, 0.5f, 0},
                  {0.25f, 0, 0.125f, 1, 0.5f, 0.75f},
-                 2.5};
+                 2.5,
+                 {1, 0.875f, -0.5f}};
   profile.misses.points = {{32768, 0.2, 4, {17, 100.5, 605}}, {131072, 0.1, 20, {0, 1, 2}}};
   profile.misses.rates.device = "cuda";
   profile.misses.rates.transfer = {8, 0.015};
@@ -139,6 +140,7 @@ TEST_CASE("a profile is read as it was written") {
   CHECK(read->clo.similarities == written.clo.similarities);
   CHECK(read->clo.misses == written.clo.misses);
   CHECK(read->clo.prefetchable == written.clo.prefetchable);
+  CHECK(read->clo.predicted == written.clo.predicted);
   CHECK(read->margins.rank == kRank);
   CHECK(read->margins.share == 0.99);
   CHECK(read->margins.by_layer == written.margins.by_layer);
@@ -152,6 +154,7 @@ TEST_CASE("gates and similarities go to policy clo as thresholds and difficultie
   CHECK(clo.importance == Profile().clo.gates);
   CHECK(clo.misses == Profile().clo.misses);
   CHECK(clo.prefetchable == 2.5);
+  CHECK(clo.predicted == Profile().clo.predicted);
   CHECK(clo.hash == Profile().hash.values);
   CHECK(clo.hash_bits == 64);
   // A KV head has the largest gate of its query heads.
@@ -175,6 +178,9 @@ TEST_CASE("gates and similarities go to policy clo as thresholds and difficultie
   refused(profile, 2 * kKvHeads);
   profile = Profile();
   profile.clo.misses.push_back(0);
+  refused(profile, 2 * kKvHeads);
+  profile = Profile();
+  profile.clo.predicted.pop_back();
   refused(profile, 2 * kKvHeads);
   refused(Profile(), kKvHeads);
   for (const json& gates_of : {json({1, 2}), json({1, "x"}), json::array(), json(3)}) {

@@ -15,6 +15,7 @@ SelectionHints Good() {
   hints.unit_tokens = kBlock;
   hints.entries.push_back({0, 0, std::nullopt, {0, 2, 5}});
   hints.entries.push_back({1, std::nullopt, 20, {1}});
+  hints.queries = {1, -2, 3, 0.5f, 0, 7};
   return hints;
 }
 
@@ -36,8 +37,14 @@ TEST_CASE("a hint's fault is named by its field, and the transfer can be committ
        [](auto& h) {
          h.entries[0].units = {0, 1, 2, 3, 4};
        }},
+      {"hints.queries", [](auto& h) { h.queries.pop_back(); }},
+      {"hints.queries",
+       [](auto& h) {
+         h.entries.clear();
+         h.queries.push_back(0);
+       }},
   };
-  Table t(256 << 10, /*hint_tokens=*/16);
+  Table t(256 << 10, /*hint_tokens=*/16, &Table::Whole, /*hint_queries=*/6);
   const std::string id = t.ReserveAndFill();
   for (const Bad& bad : faults) {
     SelectionHints hints = Good();
@@ -54,6 +61,7 @@ TEST_CASE("a hint's fault is named by its field, and the transfer can be committ
   REQUIRE((ready.ok() && ready->has_value()));
   REQUIRE((*ready)->hints.entries.size() == 2);
   CHECK((*ready)->hints.entries[0].units == std::vector<uint32_t>{0, 2, 5});
+  CHECK((*ready)->hints.queries == Good().queries);
   ready->reset();
   CHECK(t.Empty());
 }

@@ -22,7 +22,7 @@ struct Table {
   static Footprint Whole(int64_t context, int64_t total) { return {context, total}; }
 
   explicit Table(size_t dram_bytes = 256 << 10, int64_t hint_tokens = 0,
-                 FootprintOf footprint = &Whole)
+                 FootprintOf footprint = &Whole, int64_t hint_queries = 0)
       : layout(TwoKinds()),
         dram(MakePool("dram", layout, dram_bytes)),
         hbm(MakePool("hbm", layout, 256 << 10)) {
@@ -33,6 +33,7 @@ struct Table {
     options.max_lease = absl::Seconds(10);
     options.max_chunk_bytes = 4096;
     options.hint_tokens = hint_tokens;
+    options.hint_queries = hint_queries;
     options.footprint = footprint;
     table = std::make_unique<TransferTable>(options, dram.get(), hbm.get(), &clock);
   }

@@ -100,7 +100,7 @@ TEST_CASE("the blocks with most of the last row's attention are found, by layer 
   kind.SetEqualParts(2, int64_t{2} * kDim * sizeof(float));
   layout.kinds = {kind};
   const Prompt prompt(*device);
-  const auto made = ImportantBlocks::Create(device.get(), layout, 1000);
+  const auto made = ImportantBlocks::Create(device.get(), layout, kHeads, 1000);
   REQUIRE(made.ok());
   const auto stream = device->NewStream(Device::StreamKind::kCompute);
   // A count above the number of blocks finds all of them.
@@ -108,7 +108,14 @@ TEST_CASE("the blocks with most of the last row's attention are found, by layer 
     for (int layer = 0; layer < kLayers; ++layer) {
       (*made)->Find(*stream, layer, prompt.Params(layer), prompt.Cache(layer), count);
     }
-    const SelectionHints hints = (*made)->Read(*stream, count);
+    const bool want_queries = count == kCount;
+    const SelectionHints hints = (*made)->Read(*stream, count, want_queries);
+    REQUIRE(hints.queries.size() == (want_queries ? size_t{kLayers} * kHeads * kDim : 0));
+    for (size_t i = 0; i < hints.queries.size(); ++i) {
+      const size_t layer = i / (kHeads * kDim), of_row = i % (kHeads * kDim);
+      CHECK(hints.queries[i] ==
+            prompt.q[layer].as<float>()[size_t{kRows - 1} * kHeads * kDim + of_row]);
+    }
     CHECK(hints.unit_tokens == kBlockTokens);
     REQUIRE(hints.entries.size() == kLayers * kKvHeads);
     for (int layer = 0; layer < kLayers; ++layer) {

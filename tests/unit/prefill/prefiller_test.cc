@@ -48,9 +48,11 @@ class LandingSink : public LayerSink {
   }
 
   int64_t hint_tokens() const override { return hints_wanted; }
+  bool wants_queries() const override { return queries_wanted; }
 
   std::vector<std::tuple<int, int, int>> calls;
   int64_t hints_wanted = 0;
+  bool queries_wanted = false;
   size_t fail_at = 0;
 
  private:
@@ -235,7 +237,7 @@ TEST_CASE("hints are what the decode node's policy takes, and come to it with th
   std::vector<int32_t> prompt;
   for (int i = 0; i < 700; ++i) prompt.push_back(i * i % 97);
   for (const int budget_blocks : {8, 64}) {
-    for (const char* policy : {"scout", "recall", "full"}) {
+    for (const char* policy : {"scout", "recall", "clo", "full"}) {
       INFO(policy << " " << budget_blocks);
       options.policy.name = policy;
       options.policy.budget_tokens = budget_blocks * 16;
@@ -246,9 +248,14 @@ TEST_CASE("hints are what the decode node's policy takes, and come to it with th
       CHECK(reserved->hint_tokens == node.policy().hint_tokens());
       LandingSink sink(&node, reserved->transfer_id);
       sink.hints_wanted = reserved->hint_tokens;
+      sink.queries_wanted = reserved->hint_queries > 0;
       auto result = prefill.prefiller->Run(prompt, Greedy(), true, sink, Never);
       REQUIRE(result.ok());
       const SelectionHints sent = result->hints;
+      const ModelConfig& model = node.model().config();
+      const int64_t queries = int64_t{model.layers} * model.heads * model.head_dim;
+      CHECK(reserved->hint_queries == (options.policy.name == "clo" ? queries : 0));
+      CHECK(std::ssize(sent.queries) == reserved->hint_queries);
       const absl::Status committed =
           node.transfers()
               .Commit(reserved->transfer_id, {*result->first_token}, nullptr, sent)
@@ -264,6 +271,7 @@ TEST_CASE("hints are what the decode node's policy takes, and come to it with th
       CHECK(sent.entries.size() == (reserved->hint_tokens > 0 ? lists : 0));
       if (options.policy.name == "full") continue;
       REQUIRE(watch->seen.entries.size() == lists);
+      CHECK(watch->seen.queries == sent.queries);
       for (size_t i = 0; i < lists; ++i) {
         CHECK(sent.entries[i].units.size() ==
               static_cast<size_t>(std::min<int64_t>(reserved->hint_tokens / 16, 44)));

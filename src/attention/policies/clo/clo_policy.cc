@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -10,6 +9,7 @@
 #include "kernels/hash_params.h"
 #include "src/attention/offload/offload_policy.h"
 #include "src/attention/offload/token_fetch.h"
+#include "src/attention/policies/clo/first_labels.h"
 #include "src/attention/policies/clo/hash_matrix.h"
 #include "src/attention/policies/clo/head_thresholds.h"
 #include "src/base/status_macros.h"
@@ -39,11 +39,31 @@ class CloPolicy : public OffloadPolicy {
   ~CloPolicy() override { AwaitWarmUps(); }
 
   bool LooksAhead(int layer) const override {
-    return !tier().dense(layer) && (heads_[static_cast<size_t>(layer)] != Heads::kPersistent ||
-                                    options().clo.persistent_ahead);
+    return !tier().dense(layer) &&
+           (heads_[static_cast<size_t>(layer)] != Heads::kPersistent || PersistentAhead(layer));
   }
   bool FollowsDrift() const override { return options().clo.drift; }
   bool LooksEarly() const override { return options().clo.early; }
+  // one row, because it reads the whole cache
+  int last_rows_wanted(int64_t /*total*/) const override {
+    return options().recompute_last == PolicyOptions::RecomputeLast::kOn ? 1 : 0;
+  }
+  int64_t hint_queries() const override {
+    return int64_t{layers()} * options().heads * hash_.head_dim;
+  }
+  void BeginStep(Stream& /*stream*/, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override {
+    first_labels_->prompts().BeginStep(slots, positions);
+  }
+  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
+    OffloadPolicy::Attend(stream, layer, params);
+    if (!tier().dense(layer)) first_labels_->prompts().Keep(stream, layer, params);
+    if (layer == layers() - 1) first_labels_->prompts().EndStep(stream);
+  }
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
+    first_labels_->EndPrompt(slot, tokens, hints);
+    OffloadPolicy::EndPrompt(slot, tokens, std::move(hints));
+  }
   int rehearsals() const override { return options().rehearsals; }
 
   PolicyStatistics Statistics() const override { return fetch_->Statistics(); }
@@ -54,18 +74,14 @@ class CloPolicy : public OffloadPolicy {
   // Lookup and prefetch (CLO, 4.2): the predicted queries decide which heads miss. Those select by
   // the scores of codes, their labels become these queries, and what they selected is fetched.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
-    const int32_t* listed = options().clo.persistent_ahead ? nullptr : OffloadedLists(layer);
+    const int32_t* listed = PersistentAhead(layer) ? nullptr : OffloadedLists(layer);
     const int32_t* selecting = listed;
     if (options().clo.reuse) {
       Lookup(stream, layer, predicted);
       selecting = tables_.missed.as<int32_t>();
     }
-    const kernels::TopKParams select =
-        Score(stream, layer, predicted, TokenFetch::Use::kBring, selecting);
-    TokenFetch::Rule rule;
-    rule.listed = listed;
-    rule.whole = options().clo.reuse;
-    rule.by_place = true;
+    const kernels::TopKParams select = Score(stream, layer, predicted, OfBring(), selecting);
+    TokenFetch::Rule rule = RuleOf(listed);
     rule.forget = options().clo.refill == PolicyOptions::Clo::Refill::kReplace;
     fetch_->Bring(stream, LayerBranch(stream, layer), layer, predicted, select, rule);
   }
@@ -79,12 +95,11 @@ class CloPolicy : public OffloadPolicy {
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
     const Heads heads =
-        options().clo.persistent_ahead ? Heads::kOffloaded : heads_[static_cast<size_t>(layer)];
+        PersistentAhead(layer) ? Heads::kOffloaded : heads_[static_cast<size_t>(layer)];
     Stream& aside = heads == Heads::kBoth ? AsideBranch(stream) : stream;
     if (heads == Heads::kBoth) aside.After(stream);
     if (heads != Heads::kOffloaded) {
-      fetch_->Add(aside, layer,
-                  Score(aside, layer, queries, TokenFetch::Use::kAdd, PersistentLists(layer)));
+      fetch_->Add(aside, layer, Score(aside, layer, queries, OfAdd(), PersistentLists(layer)));
     }
     if (LooksAhead(layer)) stream.After(LayerBranch(stream, layer));
     if (heads != Heads::kPersistent) {
@@ -96,12 +111,10 @@ class CloPolicy : public OffloadPolicy {
     fetch_->Finish(stream, queries, out, out_type);
   }
 
-  // Rows attend to every token that has a place, and a sequence has places for the budget at least;
-  // a persistent head selects as many. Without reuse rows attend to what was selected alone, and a
-  // refill by replacement leaves nothing else its place.
+  // Rows attend to every token that has a place, and a head selects as many as a sequence has
+  // places for at least. Without reuse it selects the budget, and rows attend to that alone.
   int64_t SparseExactTokens() const override {
-    const bool keeps = options().clo.refill == PolicyOptions::Clo::Refill::kDelta;
-    return options().clo.reuse && keeps ? LeastPlaces() : options().budget_tokens;
+    return options().clo.reuse ? LeastPlaces() : options().budget_tokens;
   }
 
   // A token that leaves the ring stays in HBM while a place is free. Otherwise it waits for its
@@ -120,11 +133,23 @@ class CloPolicy : public OffloadPolicy {
       }
       ExtendCodes(stream, layer, tier().Home(layer), row.slots, row.first_positions, row.positions,
                   1);
-      // The sequence has no labels yet: its first row misses everywhere.
-      stream.Copy(labelled(layer) + slot * hash_.kv_heads, tables_.no_labels.data(),
-                  tables_.no_labels.bytes());
+      first_labels_->Put(stream, layer, slot, labelled(layer) + slot * hash_.kv_heads);
+      if (first_labels_->Has(slot)) SelectFirst(stream, layer, slot, row);
     }
   }
+
+  // What the first labels select comes instead of the newest units, unless there are places for
+  // all.
+  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
+                                               const SelectionHints& hints) override {
+    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
+    for (std::vector<int32_t>& list : units) {
+      if (first_labels_->Has(slot) && std::ssize(list) < UnitsBeforeRing(tokens)) list.clear();
+    }
+    return units;
+  }
+
+  void Joined(int slot) override { first_labels_->prompts().Joined(slot); }
 
  private:
   // Tables that all sequences share, tables by slot, and scratch of one Ahead.
@@ -132,12 +157,11 @@ class CloPolicy : public OffloadPolicy {
     Buffer hash;                    // float [layers][kv_heads][head_dim][bits]
     Buffer importance, thresholds;  // float [layers][heads], [layers][kv_heads]
     Buffer centres;                 // float [layers][slots][kv_heads][head_dim]
-    Buffer labels;                  // float [layers][slots][heads][head_dim]
     Buffer labelled;                // int32 [layers][slots][kv_heads]
-    Buffer no_labels;               // int32 [kv_heads] of -1, pinned
     Buffer missed;                  // int32 [lists]
-    // int32 [rows][heads][planes][words], of the queries that are predicted and of a layer's own
-    Buffer predicted_codes, q_codes;
+    // int32 [rows][heads][planes][words], of the queries that are predicted, of a layer's own, and
+    // of a sequence's first labels
+    Buffer predicted_codes, q_codes, first_codes;
     // int32 [layers][lists]: whether a list's head is persistent, and whether it is not. They are
     // not made where no head is.
     Buffer persistent, offloaded;
@@ -145,12 +169,28 @@ class CloPolicy : public OffloadPolicy {
   // Which heads of a layer are offloaded and which are persistent.
   enum class Heads : uint8_t { kOffloaded, kPersistent, kBoth };
 
+  // The scratch of one selection.
+  struct Selecting {
+    const TokenFetch& fetch;
+    TokenFetch::Use use;
+    const Buffer& codes;
+  };
+  Selecting OfBring() const { return {*fetch_, TokenFetch::Use::kBring, tables_.predicted_codes}; }
+  Selecting OfAdd() const { return {*fetch_, TokenFetch::Use::kAdd, tables_.q_codes}; }
+  Selecting OfFirst() const {
+    return {*first_fetch_, TokenFetch::Use::kBring, tables_.first_codes};
+  }
+
   CloPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
-            const HashShape& hash, std::unique_ptr<TokenFetch> fetch, Tables tables)
+            const HashShape& hash, std::unique_ptr<TokenFetch> fetch,
+            std::unique_ptr<TokenFetch> first_fetch, std::unique_ptr<FirstLabels> first_labels,
+            Tables tables)
       : OffloadPolicy(options, std::move(tier), std::move(written)),
         hash_(hash),
         heads_(HeadsOf(this->tier(), hash)),
         fetch_(std::move(fetch)),
+        first_fetch_(std::move(first_fetch)),
+        first_labels_(std::move(first_labels)),
         tables_(std::move(tables)) {}
   static absl::StatusOr<Tables> NewTables(const PolicyOptions& options, const HashShape& hash,
                                           const std::vector<uint8_t>& persistent);
@@ -176,6 +216,12 @@ class CloPolicy : public OffloadPolicy {
   }
   const int32_t* PersistentLists(int layer) const { return OfLayer(tables_.persistent, layer); }
   const int32_t* OffloadedLists(int layer) const { return OfLayer(tables_.offloaded, layer); }
+  // Returns whether persistent heads of the layer select by predicted queries.
+  bool PersistentAhead(int layer) const {
+    const PolicyOptions::Clo& clo = options().clo;
+    return clo.persistent_ahead && (heads_[static_cast<size_t>(layer)] != Heads::kPersistent ||
+                                    !IsUnpredictable(clo.predicted, layer));
+  }
   // Returns the places, in tokens, that a sequence has at least if it is longer.
   int64_t LeastPlaces() const {
     return (tier().options().ring_blocks + tier().options().recall_blocks) * tier().block_tokens();
@@ -208,8 +254,7 @@ class CloPolicy : public OffloadPolicy {
     params.positions = predicted.positions;
     params.importance = tables_.importance.as<float>() + int64_t{layer} * predicted.heads;
     params.thresholds = tables_.thresholds.as<float>() + layer * hash_.kv_heads;
-    params.labels = tables_.labels.as<float>() +
-                    int64_t{layer} * options().slots * predicted.heads * hash_.head_dim;
+    params.labels = first_labels_->of(layer);
     params.labelled = labelled(layer);
     params.missed = tables_.missed.as<int32_t>();
     params.counters = fetch_->counters(layer);
@@ -223,15 +268,14 @@ class CloPolicy : public OffloadPolicy {
     }
     params.rule = options().clo.rule;
     params.wanted = OffloadedLists(layer);
-    params.others = options().clo.persistent_ahead ? 1 : 0;
+    params.others = PersistentAhead(layer) ? 1 : 0;
     kernels().LabelLookup(stream, params);
   }
 
   // Scores the tokens of the lists that are wanted. Returns how to select by these scores.
-  kernels::TopKParams Score(Stream& stream, int layer, const Queries& queries, TokenFetch::Use use,
+  kernels::TopKParams Score(Stream& stream, int layer, const Queries& queries, const Selecting& of,
                             const int32_t* wanted) {
-    const bool ahead = use == TokenFetch::Use::kBring;
-    auto* const codes = (ahead ? tables_.predicted_codes : tables_.q_codes).as<int32_t>();
+    auto* const codes = of.codes.as<int32_t>();
     kernels().HashQueries(
         stream,
         {queries.q, queries.stride, queries.slots, Hash(layer), codes, queries.rows, queries.heads,
@@ -243,26 +287,49 @@ class CloPolicy : public OffloadPolicy {
     params.positions = queries.positions;
     params.codes = tier().Array(layer, kCodes);
     params.lengths = tier().Array(layer, kLengths);
-    params.scores = fetch_->scores(use);
+    params.scores = of.fetch.scores(of.use);
     params.score_stride = options().max_context;
     params.rows = queries.rows;
     params.heads = queries.heads;
     params.reduction = options().reduction;
     kernels().HashScores(stream, params);
 
-    kernels::TopKParams select = fetch_->Selection(queries, use);
-    // A persistent head selects all of what is exact.
-    select.k = ahead && !options().clo.persistent_ahead ? options().budget_tokens
-                                                        : static_cast<int32_t>(SparseExactTokens());
+    kernels::TopKParams select = of.fetch.Selection(queries, of.use);
+    select.k = static_cast<int32_t>(SparseExactTokens());  // all of what is exact
     select.k_divisor = divisor();
     select.first_units = kSinkTokens;
     select.wanted = wanted;
     return select;
   }
 
+  TokenFetch::Rule RuleOf(const int32_t* listed) const {
+    TokenFetch::Rule rule;
+    rule.listed = listed;
+    rule.whole = options().clo.reuse;
+    rule.by_place = true;
+    return rule;
+  }
+
+  // Fetches what the first labels select, on the stream that warms. `row` is that of the label.
+  void SelectFirst(Stream& stream, int layer, int slot, const OffloadTier::BulkRow& row) {
+    if (heads_[static_cast<size_t>(layer)] == Heads::kPersistent) return;
+    const int64_t stride = options().heads * hash_.head_dim;
+    const Queries label{first_labels_->of(layer) + slot * stride,
+                        stride,
+                        row.slots,
+                        row.positions,
+                        1,
+                        options().heads};
+    const int32_t* listed = OffloadedLists(layer);
+    const kernels::TopKParams select = Score(stream, layer, label, OfFirst(), listed);
+    first_fetch_->Bring(stream, stream, layer, label, select, RuleOf(listed));
+  }
+
   const HashShape hash_;
   const std::vector<Heads> heads_;  // by layer
   const std::unique_ptr<TokenFetch> fetch_;
+  const std::unique_ptr<TokenFetch> first_fetch_;  // of one row; its counters are not read
+  const std::unique_ptr<FirstLabels> first_labels_;
   const Tables tables_;
 };
 
@@ -305,16 +372,13 @@ absl::StatusOr<CloPolicy::Tables> CloPolicy::NewTables(const PolicyOptions& opti
                "clo's thresholds"));
   SLUICE_RETURN_IF_ERROR(
       tables.Words(MemoryKind::kDevice, slots * hash.kv_heads * hash.head_dim, &t.centres));
-  SLUICE_RETURN_IF_ERROR(
-      tables.Words(MemoryKind::kDevice, slots * options.heads * hash.head_dim, &t.labels));
   SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, slots * hash.kv_heads, &t.labelled));
-  SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kPinned, hash.kv_heads, &t.no_labels));
-  std::memset(t.no_labels.data(), 0xFF, t.no_labels.bytes());
   SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, lists, &t.missed));
+  const int64_t row_codes = options.heads * kernels::kHashPlanes * hash.bits / 32;
   for (Buffer* codes : {&t.predicted_codes, &t.q_codes}) {
-    SLUICE_RETURN_IF_ERROR(tables.Words(
-        MemoryKind::kDevice, rows * options.heads * kernels::kHashPlanes * hash.bits / 32, codes));
+    SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, rows * row_codes, codes));
   }
+  SLUICE_RETURN_IF_ERROR(tables.Words(MemoryKind::kDevice, row_codes, &t.first_codes));
   if (persistent.empty()) return t;
   std::vector<int32_t> is, is_not;
   for (int64_t layer = 0; layer < hash.layers; ++layer) {
@@ -350,6 +414,7 @@ absl::Status Check(const PolicyOptions& options, const HashShape& hash, int64_t 
   SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.thresholds", clo.thresholds.size(), lists));
   SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.difficulty", clo.difficulty.size(), lists));
   SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.misses", clo.misses.size(), lists));
+  SLUICE_RETURN_IF_ERROR(CheckCount(options, "clo.predicted", clo.predicted.size(), hash.layers));
   if (options.budget_tokens < ring + kSinkTokens) {
     return OutOfRange(
         options, "budget_tokens",
@@ -420,7 +485,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyO
   tier_options.recall_share =
       std::max(divisor > 0 ? 1.0 / divisor : 0.0, options.clo.resident_share);
   tier_options.persistent =
-      PersistentHeads(hash.layers, hash.kv_heads, {options.clo.difficulty, options.clo.misses},
+      PersistentHeads(hash.layers, hash.kv_heads,
+                      {options.clo.difficulty, options.clo.misses, options.clo.predicted},
                       options.clo.persistent_share, options.clo.prefetchable);
   tier_options.unit_tokens = kUnitTokens;
   tier_options.arrays = {
@@ -428,18 +494,24 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyO
       {"lengths of keys", 1, 1, kernels::DType::kBFloat16}};
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
-  // A persistent head may select as many tokens as a short sequence has places.
+  // A head selects as many tokens as a short sequence has places.
   const int64_t of_short =
-      tier_options.persistent.empty()
-          ? options.budget_tokens
-          : (tier_options.ring_blocks + tier_options.recall_blocks) * kv.block_tokens;
+      (tier_options.ring_blocks + tier_options.recall_blocks) * kv.block_tokens;
   const int64_t of_longest = divisor > 0 ? options.max_context / divisor : 0;
+  TokenFetch::Shape of_first{.most_selected = std::max(of_short, of_longest), .rows = 1};
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<TokenFetch> first_fetch,
+                          TokenFetch::Create(options, tier.get(), of_first));
+  TokenFetch::Shape of_steps = of_first;
+  of_steps.rows = MaxDecodeRows(options);
+  of_steps.mover = options.clo.mover;
+  of_steps.mover_workers = options.clo.mover_workers;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<TokenFetch> fetch,
-                          TokenFetch::Create(options, tier.get(), std::max(of_short, of_longest),
-                                             options.clo.mover, options.clo.mover_workers));
+                          TokenFetch::Create(options, tier.get(), of_steps));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<FirstLabels> first_labels, FirstLabels::Create(options));
   SLUICE_ASSIGN_OR_RETURN(Tables tables, NewTables(options, hash, tier_options.persistent));
-  return std::unique_ptr<AttentionPolicy>(new CloPolicy(
-      options, std::move(tier), std::move(written), hash, std::move(fetch), std::move(tables)));
+  return std::unique_ptr<AttentionPolicy>(
+      new CloPolicy(options, std::move(tier), std::move(written), hash, std::move(fetch),
+                    std::move(first_fetch), std::move(first_labels), std::move(tables)));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kGatePower = 3;             // p of equation 8
 constexpr double kSimilarityError = 0.1;  // epsilon of equation 11
+constexpr float kPredictable = 0.9f;
 
 }  // namespace
 
@@ -39,6 +40,10 @@ double PrefetchableHeads(double layer_seconds, double link_rate, double refill_b
   return layer_seconds * link_rate / refill_bytes;
 }
 
+bool IsUnpredictable(const std::vector<float>& predicted, int64_t layer) {
+  return !predicted.empty() && predicted[static_cast<size_t>(layer)] < kPredictable;
+}
+
 std::vector<int64_t> PersistenceOrder(int64_t layers, int64_t kv_heads, const HeadLoads& loads,
                                       double prefetchable) {
   const int64_t heads = layers * kv_heads;
@@ -55,8 +60,17 @@ std::vector<int64_t> PersistenceOrder(int64_t layers, int64_t kv_heads, const He
     order.push_back(head);
     taken[static_cast<size_t>(head)] = 1;
   };
-  for (int64_t head = 0; head < kv_heads; ++head) take(head);
-  misses[0] = -1;
+  std::vector<int64_t> whole = {0};
+  for (int64_t layer = 1; layer < layers; ++layer) {
+    if (IsUnpredictable(loads.predicted, layer)) whole.push_back(layer);
+  }
+  std::stable_sort(whole.begin() + 1, whole.end(), [&](int64_t a, int64_t b) {
+    return loads.predicted[static_cast<size_t>(a)] < loads.predicted[static_cast<size_t>(b)];
+  });
+  for (const int64_t layer : whole) {
+    for (int64_t head = 0; head < kv_heads; ++head) take(layer * kv_heads + head);
+    misses[static_cast<size_t>(layer)] = -1;
+  }
   for (;;) {
     const auto most = std::ranges::max_element(misses);
     if (*most < 0 || (prefetchable > 0 && *most <= prefetchable)) return order;

@@ -36,10 +36,17 @@ double PrefetchableHeads(double layer_seconds, double link_rate, double refill_b
 struct HeadLoads {
   std::vector<float> difficulty;
   std::vector<float> misses;  // the share of a head's lookups that miss
+  // [layers] The mean cosine of a layer's queries with those that were predicted.
+  std::vector<float> predicted = {};
 };
 
+// Returns whether a layer's queries are predicted so badly, with a cosine below 0.9, that what they
+// select ahead of time is of little use.
+bool IsUnpredictable(const std::vector<float>& predicted, int64_t layer);
+
 // Returns heads (layer * kv_heads + head) in the order in which they become persistent. Layer 0
-// comes first, because nothing comes before it that could hide a fetch. Then one head follows
+// comes first, because nothing comes before it that could hide a fetch. The layers that cannot be
+// predicted follow, the worst first: their heads select by their own queries. Then one head follows
 // another: the layer whose other heads miss most together, lower ones first among equals, gives its
 // most difficult one. So no layer waits much longer for the link than others. It ends where heads
 // of every layer together miss at most `prefetchable` times a row, because their fetches are hidden

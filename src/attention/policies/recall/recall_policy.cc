@@ -188,9 +188,11 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> RecallPolicy::Create(
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<TokenFetch> fetch,
-      TokenFetch::Create(options, tier.get(),
-                         std::min<int64_t>(options.budget_tokens,
-                                           kv.BlocksFor(options.max_context) * kv.block_tokens)));
+      TokenFetch::Create(
+          options, tier.get(),
+          {.most_selected = std::min<int64_t>(options.budget_tokens,
+                                              kv.BlocksFor(options.max_context) * kv.block_tokens),
+           .rows = MaxDecodeRows(options)}));
   SLUICE_ASSIGN_OR_RETURN(Buffer projection,
                           Uploaded(options.device,
                                    options.recall.projection.empty() ? PlainProjection(shape)

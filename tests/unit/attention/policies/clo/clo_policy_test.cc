@@ -41,10 +41,10 @@ std::unique_ptr<AttentionPolicy> MakePolicy(const PolicyOptions& options) {
 }
 
 // Makes vectors whose predicted queries turn slowly, with a jump now and then in one KV head or
-// the other.
-PolicyRig::Make TurningQueries(const PolicyRig::Shape& shape) {
+// the other. With `real` the queries themselves do so, too.
+PolicyRig::Make TurningQueries(const PolicyRig::Shape& shape, bool real = false) {
   const PolicyRig::Make random = RandomVectors(shape, 0.3f);
-  return [shape, random](uint64_t seed, int layer, int position) {
+  return [shape, random, real](uint64_t seed, int layer, int position) {
     PolicyRig::Vectors vectors = random(seed, layer, position);
     const int of_head = shape.heads / shape.kv_heads * shape.head_dim;
     for (int head = 0; head < shape.kv_heads; ++head) {
@@ -53,6 +53,7 @@ PolicyRig::Make TurningQueries(const PolicyRig::Shape& shape) {
       for (int i = head * of_head; i < (head + 1) * of_head; ++i) {
         const auto at = static_cast<size_t>(i);
         vectors.predicted[at] = RoundedToBf16(topic.q[at] + 0.4f * vectors.q[at]);
+        if (real) vectors.q[at] = RoundedToBf16(topic.q[at] + 0.3f * vectors.q[at]);
       }
     }
     return vectors;
@@ -79,13 +80,29 @@ struct NaiveCase {
   float similarity = 0.8f;
   std::vector<uint8_t> persistent = {};
   bool ahead = false;
+  std::vector<float> predicted = {};
   PolicyOptions::Clo::Refill refill = PolicyOptions::Clo::Refill::kDelta;
   bool as_hata = false;  // codes and scores as published
+  // How the sequence gets its first labels: it has none, it computes the last rows of its prompt
+  // itself, or a hint has their queries.
+  enum class Labels { kNone, kComputed, kHinted } labels = Labels::kNone;
 };
+
+// Returns a hint with the queries of the last of `context` rows.
+SelectionHints HintedQueries(const PolicyRig::Shape& shape, const PolicyRig::Make& make,
+                             uint64_t seed, int context) {
+  SelectionHints hints;
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    const std::vector<float> q = make(seed, layer, context - 1).q;
+    hints.queries.insert(hints.queries.end(), q.begin(), q.end());
+  }
+  return hints;
+}
 
 // Decodes one sequence and checks every row against softmax over what the naive head attends to.
 PolicyStatistics::Layer CheckAgainstNaive(const PolicyRig::Shape& shape, const NaiveCase& c) {
-  const PolicyRig::Make make = TurningQueries(shape);
+  using Labels = NaiveCase::Labels;
+  const PolicyRig::Make make = TurningQueries(shape, c.labels != Labels::kNone);
   PolicyRig rig(shape, make);
   PolicyOptions options = rig.Options();
   options.budget_tokens = c.budget;
@@ -101,6 +118,7 @@ PolicyStatistics::Layer CheckAgainstNaive(const PolicyRig::Shape& shape, const N
   options.clo.misses = options.clo.difficulty;
   options.clo.refill = c.refill;
   options.clo.persistent_ahead = c.ahead;
+  options.clo.predicted = c.predicted;
   if (c.as_hata) {
     options.clo.hash_levels = 1;
     options.clo.centred = false;
@@ -108,12 +126,15 @@ PolicyStatistics::Layer CheckAgainstNaive(const PolicyRig::Shape& shape, const N
   }
   const auto policy = MakePolicy(options);
   const uint64_t seed = TestSeed();
-  rig.Admit(*policy, 1, seed, c.context, c.context + c.steps);
+  SelectionHints hints;
+  if (c.labels == Labels::kHinted) hints = HintedQueries(shape, make, seed, c.context);
+  rig.Admit(*policy, 1, seed, c.context, c.context + c.steps, c.labels == Labels::kComputed ? 3 : 0,
+            hints);
   std::vector<NaiveHead> heads;
   for (int layer = 0; layer < shape.layers; ++layer) {
     for (int head = 0; head < shape.kv_heads; ++head) {
       heads.emplace_back(shape, options, make, seed, std::pair(layer, head), c.context,
-                         c.context + c.steps);
+                         c.context + c.steps, c.labels != Labels::kNone);
     }
   }
   for (int step = 0; step < c.steps; ++step) {
@@ -182,6 +203,11 @@ void TestPersistentHeads(const PolicyRig::Shape& of, bool ahead) {
   c.persistent = {1, 1, 0, 1, 0, 0};
   const PolicyStatistics::Layer some = CheckAgainstNaive(shape, c);
   CHECK(some.lookups == int64_t{3} * c.steps);  // persistent heads look nothing up
+  // Layer 2 comes after layer 0 now, and its heads select by their own queries.
+  NaiveCase unpredictable = c;
+  unpredictable.persistent = {1, 1, 0, 0, 1, 1};
+  unpredictable.predicted = {1, 0.95f, 0.3f};
+  CheckAgainstNaive(shape, unpredictable);
   shape.head_dim = 64;
   c.persistent = {1, 1, 0, 0, 1, 1};
   CheckAgainstNaive(shape, c);
@@ -199,6 +225,58 @@ SLUICE_TEST_ON_CPU_AND_GPU(
     "a persistent head selects by its own queries in every step, and fetches nothing",
     TestPersistent)
 SLUICE_TEST_ON_CPU_AND_GPU("a persistent head may select by predicted queries", TestPersistentAhead)
+
+void TestFirstLabels(const PolicyRig::Shape& shape) {
+  using Labels = NaiveCase::Labels;
+  for (const Labels labels : {Labels::kComputed, Labels::kHinted}) {
+    NaiveCase c{96, 3, 402, 20};  // a topic goes on for a while
+    c.labels = labels;
+    const PolicyStatistics::Layer some = CheckAgainstNaive(shape, c);
+    CHECK(some.misses < some.lookups / 3);
+    c.steps = 1;
+    const PolicyStatistics::Layer first = CheckAgainstNaive(shape, c);
+    CHECK(first.misses * 2 < first.lookups);  // without a label all would miss
+    c.steps = 12;
+    c.persistent = {1, 1, 0, 1, 0, 0};
+    c.ahead = true;
+    CheckAgainstNaive(shape, c);
+    c.persistent = {};
+    c.context = 100;  // there are places for all tokens
+    CheckAgainstNaive(shape, c);
+    c.context = 40;
+    CheckAgainstNaive(shape, c);
+  }
+}
+SLUICE_TEST_ON_CPU_AND_GPU("a sequence begins with what the last row of its prompt selects",
+                           TestFirstLabels)
+
+TEST_CASE("queries of a hint that are not those of the model or not finite change nothing") {
+  const PolicyRig::Shape shape;
+  const PolicyRig::Make make = TurningQueries(shape, true);
+  const uint64_t seed = TestSeed();
+  const auto decode = [&](const SelectionHints& hints) {
+    PolicyRig rig(shape, make);
+    PolicyOptions options = rig.Options();
+    options.budget_tokens = 96;
+    const auto policy = MakePolicy(options);
+    CHECK(policy->hint_queries() == int64_t{shape.layers} * shape.heads * shape.head_dim);
+    rig.Admit(*policy, 0, seed, 300, 320, 0, hints);
+    testing::Decoded decoded;
+    for (int step = 0; step < 8; ++step) testing::Add(decoded, rig.Step(*policy, {0}), 0);
+    rig.Release(*policy, 0);
+    return decoded;
+  };
+  const testing::Decoded plain = decode({});
+  SelectionHints hints = HintedQueries(shape, make, seed, 300);
+  CHECK(decode(hints) != plain);
+  SelectionHints fewer = hints;
+  fewer.queries.pop_back();
+  CHECK(decode(fewer) == plain);
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), INFINITY}) {
+    hints.queries[7] = bad;
+    CHECK(decode(hints) == plain);
+  }
+}
 
 void TestReplace(const PolicyRig::Shape& shape) {
   NaiveCase c{96, 4, 400, 24};
@@ -467,7 +545,7 @@ TEST_CASE("a step reads what its heads keep, and codes of the heads that miss al
   const double own = shape.kv_heads * token, brought = 12 * token;
   const double codes = 0.2 * static_cast<double>(policy->MetadataBytes(500));
   const double shared = 1'000'000 - 7 * 100 * 2 + 2 * (2.0 * 100 * shape.heads * shape.head_dim);
-  CHECK(policy->MetadataBytes(500) == 500 * shape.kv_heads * 34);
+  CHECK(policy->MetadataBytes(500) == 500 * shape.kv_heads * 18);
   CHECK(bytes.hbm ==
         Approx(shared + 2 * shape.layers * (own + shape.kv_heads * 100 * token + brought + codes)));
   CHECK(bytes.to_device == Approx(2 * shape.layers * brought));
@@ -519,6 +597,7 @@ TEST_CASE("clo: options out of range are refused by name") {
   refused("clo_persistent_share: ", [](PolicyOptions& o) { o.clo.persistent_share = 1.1; });
   refused("clo_resident_share: ", [](PolicyOptions& o) { o.clo.resident_share = -0.1; });
   refused("clo.difficulty: ", [](PolicyOptions& o) { o.clo.difficulty = {1}; });
+  refused("clo.predicted: ", [](PolicyOptions& o) { o.clo.predicted = {1}; });
   refused("clo.misses: ", [](PolicyOptions& o) { o.clo.misses = {1}; });
   refused("clo.thresholds: ", [](PolicyOptions& o) { o.clo.thresholds = {1, 1}; });
   refused("clo_hash_bits: ", [](PolicyOptions& o) { o.clo.hash_bits = 100; });

@@ -61,6 +61,15 @@ TEST_CASE("layer 0 is persistent first, then hard heads of the layers that miss 
   CHECK(PersistentHeads(2, 2, {{}, {0, 0, 0, 0}}, 1, 0) == Heads{1, 1, 1, 1});
   CHECK(PersistenceOrder(3, 2, loads, 0) == std::vector<int64_t>{0, 1, 3, 4, 2, 5});
   CHECK(PersistenceOrder(3, 2, loads, 0.5) == std::vector<int64_t>{0, 1, 3, 4});
+  // Layers whose queries are predicted badly come after layer 0, the worst first.
+  HeadLoads unpredictable = loads;
+  unpredictable.predicted = {0.1f, 0.89f, 0.5f};
+  CHECK(PersistenceOrder(3, 2, unpredictable, 0.5) == std::vector<int64_t>{0, 1, 4, 5, 2, 3});
+  unpredictable.predicted = {0.1f, 0.9f, 0.5f};
+  CHECK(PersistenceOrder(3, 2, unpredictable, 0.5) == std::vector<int64_t>{0, 1, 4, 5, 3});
+  CHECK(IsUnpredictable(unpredictable.predicted, 2));
+  CHECK_FALSE(IsUnpredictable(unpredictable.predicted, 1));
+  CHECK_FALSE(IsUnpredictable({}, 1));
   // Without a profile they are spread.
   CHECK(PersistentHeads(3, 2, {}, 4.0 / 6, 0) == Heads{1, 1, 1, 0, 1, 0});
 }

@@ -20,21 +20,34 @@
 
 namespace sluice::testing {
 
-inline constexpr int kRing = 64, kSink = 4, kBits = 256;
+inline constexpr int kRing = 64, kSink = 4, kBits = 128;
 
 inline bool IsPersistent(const PolicyRig::Shape& shape, const PolicyOptions& options, int layer,
                          int head) {
   const std::vector<uint8_t> persistent =
-      PersistentHeads(shape.layers, shape.kv_heads, {options.clo.difficulty, options.clo.misses},
+      PersistentHeads(shape.layers, shape.kv_heads,
+                      {options.clo.difficulty, options.clo.misses, options.clo.predicted},
                       options.clo.persistent_share, options.clo.prefetchable);
   return !persistent.empty() && persistent[static_cast<size_t>(layer * shape.kv_heads + head)] != 0;
+}
+
+// A layer whose heads are all persistent, because its queries are predicted badly.
+inline bool SelectsByOwnQueries(const PolicyRig::Shape& shape, const PolicyOptions& options,
+                                int layer) {
+  bool all = IsUnpredictable(options.clo.predicted, layer);
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    all = all && IsPersistent(shape, options, layer, head);
+  }
+  return all;
 }
 
 // NaiveHead decodes one layer and KV head of one sequence, as plainly as CLO describes it.
 class NaiveHead {
  public:
+  // With `labelled`, the sequence begins with the queries of its prompt's last row as labels.
   NaiveHead(const PolicyRig::Shape& shape, const PolicyOptions& options, PolicyRig::Make make,
-            uint64_t seed, std::pair<int, int> layer_and_head, int context, int total)
+            uint64_t seed, std::pair<int, int> layer_and_head, int context, int total,
+            bool labelled = false)
       : shape_(shape),
         options_(options),
         make_(std::move(make)),
@@ -42,6 +55,7 @@ class NaiveHead {
         layer_(layer_and_head.first),
         head_(layer_and_head.second),
         persistent_(IsPersistent(shape, options, layer_, head_)),
+        ahead_(options.clo.persistent_ahead && !SelectsByOwnQueries(shape, options, layer_)),
         fused_(shape.kernels == "cuda") {
     const HashShape hash{shape.layers, shape.kv_heads, shape.head_dim, kBits};
     const auto of_head = static_cast<size_t>(shape.head_dim) * kBits;
@@ -58,9 +72,14 @@ class NaiveHead {
     places_.assign(static_cast<size_t>(std::max(blocks * bt - kRing, 0)), {-1, 0});
     const int end = std::max(context - kRing + 1, 0);
     const int count = std::min(static_cast<int>(places_.size()), end);
-    for (int i = 0; i < count; ++i) {
+    if (persistent_) return;
+    for (int i = 0; i < count && (!labelled || count == end); ++i) {
       places_[static_cast<size_t>(i)].unit = i < bt ? i : end - count + i;
     }
+    if (!labelled) return;
+    labelled_ = first_label_ = context - 1;
+    Replace(labelled_, Select(labelled_));
+    selected = fetched = 0;
   }
 
   // Returns what the row at `position` attends to.
@@ -90,7 +109,7 @@ class NaiveHead {
   int Group() const { return shape_.heads / shape_.kv_heads; }
   std::vector<float> Query(int position, int head_of_group) const {
     const PolicyRig::Vectors own = make_(seed_, layer_, position);
-    const bool real = persistent_ && !options_.clo.persistent_ahead;
+    const bool real = (persistent_ && !ahead_) || position == first_label_;
     const std::vector<float>& q = real ? own.q : own.predicted;
     const auto first = q.begin() + (head_ * Group() + head_of_group) * shape_.head_dim;
     return {first, first + shape_.head_dim};
@@ -198,9 +217,7 @@ class NaiveHead {
     std::sort(others.begin(), others.end());
     const int divisor = options_.clo.budget_divisor;
     const int bt = shape_.block_tokens;
-    const int least = persistent_ || options_.clo.persistent_ahead
-                          ? kRing + (options_.budget_tokens + bt - 1) / bt * bt
-                          : options_.budget_tokens;
+    const int least = kRing + (options_.budget_tokens + bt - 1) / bt * bt;
     const int k = std::max(least, divisor > 0 ? (position + 1) / divisor : 0);
     for (const auto& [minus, t] : others) {
       if (static_cast<int>(chosen.size()) < k) chosen.insert(t);
@@ -246,11 +263,12 @@ class NaiveHead {
   const PolicyRig::Make make_;
   const uint64_t seed_;
   const int layer_, head_;
-  const bool persistent_, fused_;
+  const bool persistent_, ahead_, fused_;
   std::vector<float> hash_;  // [head_dim][kBits]
   std::vector<float> centre_;
   std::vector<Place> places_;
   int labelled_ = -1;
+  int first_label_ = -1;  // the position of a label that is the real queries of its row
 };
 
 }  // namespace sluice::testing

@@ -1,0 +1,53 @@
+// The labels with which sequences begin: the queries of their prompts' last rows. A sequence that
+// has them begins with what these queries select in HBM, so that its first decode row finds most of
+// what it looks for. They are known where the last row of the prompt was computed on this node, as
+// the rows of a second turn are, or where the prefill node's hints have them. Without them the
+// first decode row selects in every head.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "src/attention/offload/prompt_queries.h"
+#include "src/attention/policy_options.h"
+#include "src/kv/selection_hints.h"
+
+namespace sluice {
+
+// Only the engine's thread may call it.
+class FirstLabels {
+ public:
+  // RESOURCE_EXHAUSTED: there is no memory for the labels.
+  static absl::StatusOr<std::unique_ptr<FirstLabels>> Create(const PolicyOptions& options);
+
+  // Collects the queries of prompt rows, and keeps them where the labels are.
+  PromptQueries& prompts() { return *prompts_; }
+  // Returns the labels of a layer in device memory, [slots][heads][head_dim].
+  float* of(int layer) const { return prompts_->Of(layer, 0, 0); }
+
+  // Ends the slot's prompt of `tokens` tokens. Queries that were computed here go before those of
+  // `hints`, which do not count if one of them is not finite. REQUIRES: no warm-up of the slot is
+  // under way.
+  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints);
+  // Returns whether the slot's sequence begins with labels.
+  bool Has(int slot) const { return from_[static_cast<size_t>(slot)] != From::kNone; }
+  // Enqueues the slot's labels of a layer, where they come from hints, and to `labelled`
+  // [kv_heads] the position whose queries they are, or -1 where it has none.
+  void Put(Stream& stream, int layer, int slot, int32_t* labelled) const;
+
+ private:
+  enum class From : uint8_t { kNone, kPrompt, kHints };
+
+  explicit FirstLabels(const PolicyOptions& options);
+  int64_t layer_values() const { return heads_ * head_dim_; }
+
+  const int64_t layers_, heads_, kv_heads_, head_dim_;
+  std::vector<From> from_;  // by slot
+  std::unique_ptr<PromptQueries> prompts_;
+  Buffer hinted_;     // float [slots][layers][heads][head_dim], pinned
+  Buffer positions_;  // int32 [slots][kv_heads], pinned
+};
+
+}  // namespace sluice
