@@ -282,7 +282,8 @@ def test_heads_are_measured_on_the_workload_of_the_run_that_takes_them(part, qui
 @pytest.mark.parametrize("quick", [False, True])
 def test_shapes_of_figure_10_take_the_heads_of_their_model_and_context(quick, tmp_path):
     heads = {}
-    for run in (r.quickly() if quick else r for r in policies.PARTS["clo-figure10"]):
+    runs = policies.PARTS["clo-figure10"] + policies.PARTS["clo-qwen128k"]
+    for run in (r.quickly() if quick else r for r in runs):
         flags = policies.command(run, Place(ROOT), "cpu", quick, tmp_path, None)
         if isinstance(run, policies.HeadsRun):
             heads[of(flags, "--out")] = of(flags, "--model"), of(flags, "--drift-context")

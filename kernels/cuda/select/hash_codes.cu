@@ -8,8 +8,9 @@
 // 132 multiprocessors at 1.75 GHz, so the link is the floor. A step's queries read the hash
 // matrices once for every sixteen of them: 1 MB for 8 KV heads, from L2.
 //
-// A block has a KV head and 64 bits of its hash matrix, in shared memory, and takes tiles of
-// vectors. A thread has a bit and a quarter of the tile. The blocks that share a tile of queries
+// A block has a KV head and 64 bits of its hash matrix, in shared memory (in bulk all bits, where
+// there is room), and takes tiles of vectors: 16 keys of a row, the newest keys of 16 rows, or 16
+// queries. A thread has a bit and a quarter of the tile. The blocks that share a tile of queries
 // are a cluster, because a query's levels follow from its largest product.
 //
 // Centres read 64 KB a KV head of 128 elements, over the link: 10 us for 8 heads at 55 GB/s. Their
@@ -31,10 +32,11 @@ constexpr int kEach = kTile / kParts;
 constexpr int kMaxDim = 256;
 constexpr int kPad = 4;  // floats between vectors in shared memory
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-constexpr int kBulkParts = 16;  // blocks that share a (row, head, bits)
+constexpr int kBulkParts = 32;  // blocks that share a (row, head, bits)
+constexpr int kMaxShared = 160 * 1024;
 
-int SharedBytes(int dim) {
-  return static_cast<int>(sizeof(float)) * (dim * kBlockBits + kTile * (dim + kPad));
+int SharedBytes(int dim, int chunks = 1) {
+  return static_cast<int>(sizeof(float)) * (chunks * dim * kBlockBits + kTile * (dim + kPad));
 }
 
 // Reads the block's columns of the matrix of a KV head. Columns behind the last one are 0.
@@ -78,62 +80,129 @@ __device__ __forceinline__ int WordOfWarp(int first_bit) {
 __device__ __forceinline__ float AsFloat(float x) { return x; }
 __device__ __forceinline__ float AsFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// Grid: (KV heads x chunks of bits, rows, parts of a row).
+// The keys of a tile: tokens of one row one after another (in bulk), or the newest token of each of
+// 16 rows.
+template <typename T>
+class KeyTile {
+ public:
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(T));  // elements of a load
+  static constexpr int kLoads = kTile * kMaxDim / kVector / kThreads;
+
+  __device__ KeyTile(const HashKeysParams& params, int of_head, int of_row)
+      : p(params), head(of_head), bulk_row(of_row) {}
+
+  // Returns the row of a key of the tile, the slot of that row, and its token. A negative slot: the
+  // tile has no such key.
+  __device__ int3 At(int begin, int i) const {
+    const bool bulk = p.first_positions != nullptr;
+    const int row = bulk ? bulk_row : begin + i;
+    if (row >= p.rows) return {row, -1, 0};
+    const int token = bulk ? begin + i : p.positions[row];
+    const bool known = !bulk || (token >= p.first_positions[row] && token <= p.positions[row]);
+    return {row, known ? p.slots[row] : -1, token};
+  }
+
+  // Reads the tile that begins at `begin`: its loads are under way when this returns.
+  __device__ void Fetch(int begin) {
+    const PagedCache& c = p.cache;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int at = (static_cast<int>(threadIdx.x) + j * kThreads) * kVector;
+      loaded[j] = {0, 0, 0, 0};
+      if (at >= kTile * c.head_dim) continue;
+      const int3 key = At(begin, at / c.head_dim);
+      if (key.y < 0) continue;
+      const T* const block = BlockKeys<T>(c, key.y, key.z / c.block_tokens, head);
+      loaded[j] = *reinterpret_cast<const uint4*>(block + key.z % c.block_tokens * c.head_dim +
+                                                  at % c.head_dim);
+    }
+  }
+
+  // Writes what was read, less the centres, as floats to shared memory.
+  __device__ void Store(int begin, float* keys) const {
+    const int dim = p.cache.head_dim;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int at = (static_cast<int>(threadIdx.x) + j * kThreads) * kVector;
+      if (at >= kTile * dim) continue;
+      const int3 key = At(begin, at / dim);
+      const float* const centres =
+          key.y < 0 || p.centres == nullptr
+              ? nullptr
+              : p.centres + (int64_t{key.y} * p.cache.kv_heads + head) * dim + at % dim;
+      const T* const values = reinterpret_cast<const T*>(&loaded[j]);
+      float* const to = keys + at / dim * (dim + kPad) + at % dim;
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        to[e] = key.y < 0 ? 0.0f : AsFloat(values[e]) - (centres != nullptr ? centres[e] : 0.0f);
+      }
+    }
+  }
+
+ private:
+  const HashKeysParams& p;
+  const int head, bulk_row;
+  uint4 loaded[kLoads];
+};
+
+// Grid: (KV heads x chunks of bits, rows, parts of a row) in bulk, or (KV heads x chunks of bits,
+// tiles of rows). A block takes `own` chunks of 64 bits, so that the keys of a tile are read over
+// the link once.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    HashKeysKernel(const __grid_constant__ HashKeysParams p, int chunks) {
+    HashKeysKernel(const __grid_constant__ HashKeysParams p, int chunks, int own) {
   extern __shared__ __align__(16) float shared[];
   LetNextKernelStart();
-  const PagedCache& c = p.cache;
-  const int dim = c.head_dim, words = p.codes.dim, thread = static_cast<int>(threadIdx.x);
-  const int head = static_cast<int>(blockIdx.x) / chunks;
-  const int first_bit = static_cast<int>(blockIdx.x) % chunks * kBlockBits;
-  float* const hash = shared;  // [dim][kBlockBits]
-  float* const keys = shared + dim * kBlockBits;
-  LoadHash(p.hash + int64_t{head} * dim * words * 32, dim, words * 32, first_bit, hash);
-  const int row = static_cast<int>(blockIdx.y), slot = p.slots[row];
-  const int last = p.positions[row];
-  const int first = p.first_positions != nullptr ? p.first_positions[row] : last;
+  const int dim = p.cache.head_dim, words = p.codes.dim, thread = static_cast<int>(threadIdx.x);
+  const int head = static_cast<int>(blockIdx.x) * own / chunks;
+  const int first_chunk = static_cast<int>(blockIdx.x) * own % chunks;
+  float* const hash = shared;  // [own][dim][kBlockBits]
+  float* const keys = shared + own * dim * kBlockBits;
+  for (int c = 0; c < own; ++c) {
+    LoadHash(p.hash + int64_t{head} * dim * words * 32, dim, words * 32,
+             (first_chunk + c) * kBlockBits, hash + c * dim * kBlockBits);
+  }
+  const bool bulk = p.first_positions != nullptr;
+  const int row = static_cast<int>(blockIdx.y);
+  const int step = bulk ? static_cast<int>(gridDim.z) * kTile : kTile;
+  const int first =
+      bulk ? (p.first_positions[row] / kTile + static_cast<int>(blockIdx.z)) * kTile : row * kTile;
+  const int end = bulk ? p.positions[row] + 1 : first + 1;
   WaitForPriorKernels();
-  if (slot < 0) return;
-  const float* const centres =
-      p.centres == nullptr ? nullptr : p.centres + (int64_t{slot} * c.kv_heads + head) * dim;
-  const int step = static_cast<int>(gridDim.z) * kTile;
-  for (int begin = (first / kTile + static_cast<int>(blockIdx.z)) * kTile; begin <= last;
-       begin += step) {
-    // A tile lies in one block of the cache.
-    const T* const from =
-        BlockKeys<T>(c, slot, begin / c.block_tokens, head) + begin % c.block_tokens * dim;
+  if (bulk && p.slots[row] < 0) return;
+  KeyTile<T> tile(p, head, row);
+  if (first < end) tile.Fetch(first);
+  for (int begin = first; begin < end; begin += step) {
     __syncthreads();  // the last tile's keys are free, and the matrix has arrived
-    for (int i = thread; i < kTile * dim; i += kThreads) {
-      const int token = begin + i / dim;
-      const bool known = token >= first && token <= last;
-      const float centre = centres != nullptr ? centres[i % dim] : 0.0f;
-      keys[i / dim * (dim + kPad) + i % dim] = known ? AsFloat(from[i]) - centre : 0.0f;
-    }
+    tile.Store(begin, keys);
     __syncthreads();
-    float products[kEach];
-    Products(hash, keys, dim, products);
-    const int word = WordOfWarp(first_bit), part = thread / kBlockBits, lane = thread % 32;
+    if (begin + step < end) tile.Fetch(begin + step);
+    const int part = thread / kBlockBits, lane = thread % 32;
+    for (int c = 0; c < own; ++c) {
+      float products[kEach];
+      Products(hash + c * dim * kBlockBits, keys, dim, products);
+      const int word = WordOfWarp((first_chunk + c) * kBlockBits);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const uint32_t bits = __ballot_sync(kAllLanes, products[i] > 0);
-      const int token = begin + part * kEach + i;
-      if (token < first || token > last || word >= words || lane != i) continue;
-      RowAt<uint32_t>(p.codes, slot, token, head)[word] = bits;
+      for (int i = 0; i < kEach; ++i) {
+        const uint32_t bits = __ballot_sync(kAllLanes, products[i] > 0);
+        if (word >= words || lane != i) continue;
+        const int3 key = tile.At(begin, part * kEach + i);
+        if (key.y >= 0) RowAt<uint32_t>(p.codes, key.y, key.z, head)[word] = bits;
+      }
     }
-    if (first_bit != 0) continue;
+    if (first_chunk != 0) continue;
     for (int i = thread / 32; i < kTile; i += kThreads / 32) {
-      const float* const key = keys + i * (dim + kPad);
+      const float* const of_key = keys + i * (dim + kPad);
       float sum = 0;
-      for (int d = lane; d < dim; d += 32) sum = fmaf(key[d], key[d], sum);
+      for (int d = lane; d < dim; d += 32) sum = fmaf(of_key[d], of_key[d], sum);
       for (int s = 16; s > 0; s /= 2) sum += __shfl_xor_sync(kAllLanes, sum, s);
-      if (lane != 0 || begin + i < first || begin + i > last) continue;
+      const int3 key = tile.At(begin, i);
+      if (lane != 0 || key.y < 0) continue;
       const float length = sqrtf(sum);
       if (p.lengths.type == DType::kFloat32) {
-        *RowAt<float>(p.lengths, slot, begin + i, head) = length;
+        *RowAt<float>(p.lengths, key.y, key.z, head) = length;
       } else {
-        *RowAt<__nv_bfloat16>(p.lengths, slot, begin + i, head) = __float2bfloat16_rn(length);
+        *RowAt<__nv_bfloat16>(p.lengths, key.y, key.z, head) = __float2bfloat16_rn(length);
       }
     }
   }
@@ -235,8 +304,7 @@ bool Fits(int head_dim, int words) {
 
 template <typename Kernel>
 cudaError_t AllowShared(Kernel kernel) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              SharedBytes(kMaxDim));
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
 }
 
 template <typename T>
@@ -244,10 +312,14 @@ cudaError_t LaunchKeys(const HashKeysParams& p, cudaStream_t stream) {
   const cudaError_t error = AllowShared(HashKeysKernel<T>);
   if (error != cudaSuccess) return error;
   const int chunks = (p.codes.dim * 32 + kBlockBits - 1) / kBlockBits;
-  const dim3 grid(static_cast<unsigned>(p.cache.kv_heads * chunks), static_cast<unsigned>(p.rows),
-                  p.first_positions != nullptr ? kBulkParts : 1);
+  const bool bulk = p.first_positions != nullptr;
+  const int own = bulk && SharedBytes(p.cache.head_dim, chunks) <= kMaxShared ? chunks : 1;
+  const int y = bulk ? p.rows : (p.rows + kTile - 1) / kTile;
+  const dim3 grid(static_cast<unsigned>(p.cache.kv_heads * chunks / own), static_cast<unsigned>(y),
+                  bulk ? kBulkParts : 1);
   return LaunchKernel(HashKeysKernel<T>, grid, dim3(kThreads),
-                      static_cast<size_t>(SharedBytes(p.cache.head_dim)), stream, p, chunks);
+                      static_cast<size_t>(SharedBytes(p.cache.head_dim, own)), stream, p, chunks,
+                      own);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // Times selection on a GPU, in Qwen3-14B's geometry (40 query and 8 KV heads of 128, blocks of
 // 32), beside plain reads of as many bytes in the same run: digests' scores and top-k, one after
 // the other in a graph, over operands that rotate so that no launch finds its digests in L2; scores
-// of key codes and of hash codes;
-// digests of decode rows; and digests of a whole prompt over the link.
+// of key codes and of hash codes; and digests and hash codes of decode rows, and of a whole prompt
+// over the link.
 //
 //   sluice-selection-bench [SUBSTRING OF A CASE'S NAME]
 //
@@ -223,6 +223,59 @@ class Bench {
           }));
   }
 
+  // Times hash codes of 128 bits: of each row's newest key, or of all keys of one row.
+  void HashOf(int rows, int context, bool bulk) {
+    const std::string name =
+        "hash codes of " + (bulk ? std::to_string(context >> 10) + "K tokens in pinned memory"
+                                 : std::to_string(rows) + " decode rows");
+    if (!Wants(name)) return;
+    constexpr int32_t kWords = 4, kCodeRows = 1024, kLengthRows = 8192;  // rows of a page
+    const int64_t blocks = context / kBlockTokens;
+    const int64_t cache_page = int64_t{kKvHeads} * 2 * kBlockTokens * kHeadDim * 2;
+    HashKeysParams p{};
+    p.cache = {arena_,       DeviceCopy(Shuffled(rows * blocks)),
+               blocks,       cache_page,
+               kBlockTokens, kKvHeads,
+               kHeadDim,     DType::kBFloat16};
+    if (bulk) {
+      Check(cudaHostAlloc(&p.cache.base, static_cast<size_t>(blocks * cache_page), 0), "pinned");
+      std::memset(p.cache.base, 0x3c, static_cast<size_t>(blocks * cache_page));
+    }
+    p.hash = DeviceCopy(Normal(int64_t{kKvHeads} * kHeadDim * kWords * 32, 1.0f));
+    float* const centres = DeviceCopy(Normal(int64_t{rows} * kKvHeads * kHeadDim, 1.0f));
+    p.centres = centres;
+    const auto rows_of = [&](int32_t of_page, int32_t dim, DType type) {
+      const int64_t pages = (context - 1) / of_page + 1;
+      return PagedRows{DeviceArray<char>(rows * pages * kPageBytes),
+                       DeviceCopy(Shuffled(rows * pages)),
+                       pages,
+                       kPageBytes,
+                       kRowsOfPage * kRowBytes,
+                       of_page,
+                       dim,
+                       type,
+                       kKvHeads};
+    };
+    p.codes = rows_of(kCodeRows, kWords, DType::kFloat32);
+    p.lengths = rows_of(kLengthRows, 1, DType::kBFloat16);
+    p.slots = DeviceCopy(Slots(rows));
+    p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1));
+    p.first_positions = bulk ? DeviceCopy(std::vector<int32_t>(1, 0)) : nullptr;
+    p.rows = rows;
+    Print(name, 2.0 * kHeadDim * kKvHeads * (bulk ? context : rows),
+          Time(bulk ? 2 : kLaunches, bulk ? 5 : kReplays,
+               [&](int, cudaStream_t stream) { Check(cuda::LaunchHashKeys(p, stream), "codes"); }),
+          bulk);
+    if (!bulk) return;
+    const KeyCentresParams of_keys{p.cache, p.slots, p.positions, centres, 1};
+    Print("their centres", 2.0 * kHeadDim * kKvHeads * kCentreKeys,
+          Time(2, 5,
+               [&](int, cudaStream_t stream) {
+                 Check(cuda::LaunchKeyCentres(of_keys, stream), "centres");
+               }),
+          true);
+  }
+
   // Times rows that extend their newest block, or one row that begins at 0.
   void Digest(int rows, int context, bool bulk, bool codes) {
     const std::string name = (codes ? "digests and codes of " : "digests of ") +
@@ -397,6 +450,8 @@ int main(int argc, char** argv) {
   for (const int group : {4, 5, 8}) bench.Hash(10, 64 << 10, group);
   bench.Hash(1, 128 << 10, 4);
   bench.Hash(14, 32 << 10, 4);
+  for (const int rows : {14, 64}) bench.HashOf(rows, 8 << 10, false);
+  bench.HashOf(1, 32 << 10, true);
   bench.Top(10, 2048, 32, 64, 2, kNoMargin);
   bench.Top(1, 2048, 32, 64, 2, kNoMargin);
   bench.Top(64, 2048, 32, 64, 2, kNoMargin);
