@@ -399,21 +399,27 @@ class Profiler {
     PolicyOptions sparse;
     sparse.dense_layers = 0;
     SLUICE_ASSIGN_OR_RETURN(const Decoding decoding, SetUpDecoding(sparse, "clo"));
-    std::vector<PredictionSums> sums;
+    const int layers = model_->cache_layout().layers;
+    profile_.clo.predicted.assign(static_cast<size_t>(layers), 0);
     {
       Progress bar("predicted queries");
       for (size_t i = 0; i < prompts_.size(); ++i) {
         SLUICE_ASSIGN_OR_RETURN(const Context context, decoding.maker->Compute(prompts_[i]));
-        SLUICE_RETURN_IF_ERROR(
-            MeasurePredictions(decoding.world, context, static_cast<int>(options_.steps), &sums));
+        SLUICE_ASSIGN_OR_RETURN(
+            const std::vector<double> cosines,
+            MeasurePredictions(decoding.world, context, static_cast<int>(options_.steps)));
+        for (size_t layer = 0; layer < cosines.size(); ++layer) {
+          profile_.clo.predicted[layer] +=
+              static_cast<float>(cosines[layer] / static_cast<double>(prompts_.size()));
+        }
         bar.Show(static_cast<int64_t>(i) + 1, static_cast<int64_t>(prompts_.size()));
       }
     }
     std::printf("\ncosine of predicted queries with those of the layer, by layer\n\n");
-    for (size_t layer = 0; layer < sums.size(); ++layer) {
-      profile_.clo.predicted.push_back(static_cast<float>(sums[layer].Mean()));
-      std::printf("%5zu %11.3f%s\n", layer, sums[layer].Mean(),
-                  IsUnpredictable(profile_.clo.predicted, static_cast<int64_t>(layer))
+    for (int layer = 0; layer < layers; ++layer) {
+      std::printf("%5d %11.3f%s\n", layer,
+                  double{profile_.clo.predicted[static_cast<size_t>(layer)]},
+                  IsUnpredictable(profile_.clo.predicted, layer)
                       ? "  its heads become persistent, and select by their own queries"
                       : "");
     }

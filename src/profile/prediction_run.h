@@ -10,17 +10,12 @@
 
 namespace sluice {
 
-// The sums of a layer over rows and query heads.
-struct PredictionSums {
-  double cosine = 0;
-  int64_t count = 0;
-  double Mean() const { return count == 0 ? 1 : cosine / static_cast<double>(count); }
-};
-
-// Decodes `steps` tokens after the context under policy clo with the options of `world`, each the
-// most probable one, and adds the steps' cosines to *sums, [layers]. A layer that is not predicted
-// gets none. Errors are the policy's. REQUIRES: the context and the steps fit world.max_context.
-absl::Status MeasurePredictions(const bench::PolicyWorld& world, const bench::Context& context,
-                                int steps, std::vector<PredictionSums>* sums);
+// Decodes the context's last token and `steps` tokens after it under policy clo with the options of
+// `world`, each the most probable one. Returns the mean cosines of the `steps` tokens' rows, by
+// layer; the row before them is left out, because its sequence's drift is not known yet. Errors are
+// the policy's. REQUIRES: steps >= 1, world.options has no dense layer, and the context and the
+// tokens fit world.max_context.
+absl::StatusOr<std::vector<double>> MeasurePredictions(const bench::PolicyWorld& world,
+                                                       const bench::Context& context, int steps);
 
 }  // namespace sluice

@@ -146,14 +146,19 @@ int64_t OffloadPolicy::UnitsBeforeRing(int64_t tokens) const {
   return std::max<int64_t>(tokens / o.unit_tokens - ring + 1, 0);
 }
 
+int64_t OffloadPolicy::PlacesBehindRing(int slot, int64_t tokens) const {
+  const OffloadTierOptions& o = tier_->options();
+  const int64_t ring = o.ring_blocks * tier_->block_tokens() / o.unit_tokens;
+  const int64_t places = tier_->PlacesOf(totals_[static_cast<size_t>(slot)]);
+  return std::min(std::max<int64_t>(places - ring, 0), UnitsBeforeRing(tokens));
+}
+
 std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t tokens,
                                                             const SelectionHints& hints) {
   const OffloadTierOptions& o = tier_->options();
   const int64_t per_block = tier_->block_tokens() / o.unit_tokens;
-  const int64_t ring = o.ring_blocks * per_block;
   const int64_t end = UnitsBeforeRing(tokens);
-  const int64_t places = tier_->PlacesOf(totals_[static_cast<size_t>(slot)]);
-  const int64_t count = std::min(std::max<int64_t>(places - ring, 0), end);
+  const int64_t count = PlacesBehindRing(slot, tokens);
   std::vector<int32_t> newest;
   for (int64_t i = 0; i < count; ++i) {
     newest.push_back(static_cast<int32_t>(i < per_block ? i : end - count + i));

@@ -97,6 +97,8 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   // Returns how many units of a sequence of `tokens` tokens are older than the ring of its first
   // decode row.
   int64_t UnitsBeforeRing(int64_t tokens) const;
+  // Returns how many of these units the slot's sequence has places for.
+  int64_t PlacesBehindRing(int slot, int64_t tokens) const;
   // Returns the units with which a sequence of `tokens` tokens begins in HBM, for each sparse layer
   // and KV head, in the order of OffloadTier::WarmUp. The default is the first block, the units
   // that the hints name, and the newest units before the ring: all units where the places suffice.

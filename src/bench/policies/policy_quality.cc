@@ -9,8 +9,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "src/base/status_macros.h"
+#include "src/bench/harness/query_watch.h"
 #include "src/bench/policies/query_feed.h"
-#include "src/bench/policies/query_watch.h"
 #include "src/bench/workload/context.h"
 #include "src/bench/workload/dictation.h"
 

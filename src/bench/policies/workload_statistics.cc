@@ -11,7 +11,7 @@
 
 #include "src/base/dtype.h"
 #include "src/base/status_macros.h"
-#include "src/bench/policies/query_watch.h"
+#include "src/bench/harness/query_watch.h"
 #include "src/bench/workload/dictation.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/model.h"
@@ -20,16 +20,6 @@ namespace sluice::bench {
 namespace {
 
 using Blocks = std::vector<int32_t>;
-
-double Cosine(const float* a, const float* b, int n) {
-  double ab = 0, aa = 0, bb = 0;
-  for (int i = 0; i < n; ++i) {
-    ab += double{a[i]} * double{b[i]};
-    aa += double{a[i]} * double{a[i]};
-    bb += double{b[i]} * double{b[i]};
-  }
-  return ab / std::sqrt(aa * bb);
-}
 
 // Returns a context's keys of one layer: bf16 [heads][tokens][head_dim].
 std::vector<uint16_t> KeysOf(const Context& context, const CacheLayout& layout, int layer,
@@ -130,12 +120,7 @@ class Watcher {
 
   void StepLayer(int layer, const QueryWatch& watch) {
     WorkloadStatistics::Layer& sums = out_.layers[static_cast<size_t>(layer)];
-    const int dim = config_.head_dim;
-    for (int head = 0; head < config_.heads; ++head) {
-      sums.cosine += Cosine(watch.real(layer).data() + head * dim,
-                            watch.predicted(layer).data() + head * dim, dim) /
-                     config_.heads;
-    }
+    sums.cosine += watch.MeanCosine(layer);
     if (layer % stride_ != 0) return;
     double change = 0, away = 0;
     for (int head = 0; head < config_.kv_heads; ++head) {

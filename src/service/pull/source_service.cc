@@ -297,8 +297,9 @@ class SourceService final : public SourceBase {
       }
       response->set_context_length(prompt->context_length);
       response->set_prompt_digest(prompt->prompt_digest);
-      if (!prompt->hints.empty()) *response->mutable_hints() = ToProto(prompt->hints);
-      if (!request->want_queries()) response->mutable_hints()->clear_queries();
+      if (!prompt->hints.empty()) {
+        *response->mutable_hints() = ToProto(prompt->hints, request->want_queries());
+      }
       response->set_bytes(prompt->bytes);
       *response->mutable_lease_left() = ToProto(options_.held->max_lease());
       return absl::OkStatus();

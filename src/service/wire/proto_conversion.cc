@@ -310,7 +310,7 @@ absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints) {
   return out;
 }
 
-v1::Hints ToProto(const SelectionHints& hints) {
+v1::Hints ToProto(const SelectionHints& hints, bool queries) {
   v1::Hints out;
   out.set_unit_tokens(hints.unit_tokens);
   for (const SelectionHints::Entry& entry : hints.entries) {
@@ -320,12 +320,13 @@ v1::Hints ToProto(const SelectionHints& hints) {
     if (entry.position.has_value()) added->set_position(*entry.position);
     *added->mutable_units() = {entry.units.begin(), entry.units.end()};
   }
-  std::string& queries = *out.mutable_queries();
-  queries.reserve(hints.queries.size() * sizeof(uint16_t));
+  if (!queries) return out;
+  std::string& bytes = *out.mutable_queries();
+  bytes.reserve(hints.queries.size() * sizeof(uint16_t));
   for (const float query : hints.queries) {
     const uint16_t value = FloatToBFloat16(query);
-    queries.push_back(static_cast<char>(value & 0xFF));
-    queries.push_back(static_cast<char>(value >> 8));
+    bytes.push_back(static_cast<char>(value & 0xFF));
+    bytes.push_back(static_cast<char>(value >> 8));
   }
   return out;
 }

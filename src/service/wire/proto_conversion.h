@@ -67,7 +67,8 @@ v1::ModelInfo MakeModelInfo(const Model& model);
 absl::StatusOr<Manifest> FromProto(const v1::ReserveRequest& request);
 // Bounds the number of units. TransferTable::Commit checks the rest.
 absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints);
-v1::Hints ToProto(const SelectionHints& hints);
+// With `queries` false, the hints' queries are left out.
+v1::Hints ToProto(const SelectionHints& hints, bool queries = true);
 v1::BlockRange ToProto(const MissingRange& range);
 MissingRange FromProto(const v1::BlockRange& range);
 v1::MissingBlocks ToMissingBlocks(const TransferInfo& info);

@@ -7,8 +7,8 @@
 #include <cmath>
 
 #include "src/base/rng.h"
+#include "src/bench/harness/query_watch.h"
 #include "src/bench/policies/query_feed.h"
-#include "src/bench/policies/query_watch.h"
 #include "src/bench/workload/dictation.h"
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"

@@ -138,15 +138,15 @@ class CloPolicy : public OffloadPolicy {
     }
   }
 
-  // What the first labels select comes instead of the newest units, unless there are places for
-  // all.
+  // A sequence with first labels begins with the units that these select, unless it has places for
+  // all of its units.
   std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
                                                const SelectionHints& hints) override {
-    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
-    for (std::vector<int32_t>& list : units) {
-      if (first_labels_->Has(slot) && std::ssize(list) < UnitsBeforeRing(tokens)) list.clear();
+    if (!first_labels_->Has(slot) || PlacesBehindRing(slot, tokens) == UnitsBeforeRing(tokens)) {
+      return OffloadPolicy::FirstUnits(slot, tokens, hints);
     }
-    return units;
+    const int64_t sparse = layers() - tier().options().dense_layers;
+    return std::vector<std::vector<int32_t>>(static_cast<size_t>(sparse * hash_.kv_heads));
   }
 
   void Joined(int slot) override { first_labels_->prompts().Joined(slot); }

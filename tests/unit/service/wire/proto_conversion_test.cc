@@ -2,7 +2,9 @@
 
 #include <catch2/catch.hpp>
 #include <limits>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "src/base/error.h"
 #include "src/service/wire/host_port.h"
@@ -43,6 +45,24 @@ TEST_CASE("absent sampling fields get their defaults, present ones their values"
   CHECK(set->ignore_eos);
   CHECK(set->logit_bias == std::vector<std::pair<uint32_t, float>>{{3, 2.0f}, {9, -1.0f}});
   CHECK(set->stop == std::vector<std::string>{"end"});
+}
+
+TEST_CASE("queries of hints go over the wire as bfloat16, or are left out") {
+  SelectionHints hints;
+  hints.unit_tokens = 16;
+  hints.entries.push_back({2, 1, std::nullopt, {0, 3}});
+  hints.queries = {1, -2.5f, 0, 1.0009765625f};  // the last one is rounded
+  v1::Hints sent = ToProto(hints);
+  CHECK(sent.queries() == std::string("\x80\x3f\x20\xc0\x00\x00\x80\x3f", 8));
+  const auto read = FromProto(sent);
+  REQUIRE(read.ok());
+  CHECK(read->queries == std::vector<float>{1, -2.5f, 0, 1});
+  REQUIRE(read->entries.size() == 1);
+  CHECK(read->entries[0].units == hints.entries[0].units);
+  CHECK(ToProto(hints, /*queries=*/false).queries().empty());
+  CHECK(ToProto(hints, /*queries=*/false).entries_size() == 1);
+  sent.mutable_queries()->pop_back();
+  CHECK(FieldOfError(FromProto(sent)) == "hints.queries");
 }
 
 TEST_CASE("lists over their bounds name the list") {
