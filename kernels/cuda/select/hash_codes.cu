@@ -91,15 +91,18 @@ class KeyTile {
   __device__ KeyTile(const HashKeysParams& params, int of_head, int of_row)
       : p(params), head(of_head), bulk_row(of_row) {}
 
-  // Returns the row of a key of the tile, the slot of that row, and its token. A negative slot: the
-  // tile has no such key.
-  __device__ int3 At(int begin, int i) const {
-    const bool bulk = p.first_positions != nullptr;
-    const int row = bulk ? bulk_row : begin + i;
-    if (row >= p.rows) return {row, -1, 0};
-    const int token = bulk ? begin + i : p.positions[row];
-    const bool known = !bulk || (token >= p.first_positions[row] && token <= p.positions[row]);
-    return {row, known ? p.slots[row] : -1, token};
+  struct Key {
+    int slot, token;  // a negative slot: the tile has no such key
+  };
+  // Returns the i-th key of the tile that begins at `begin`.
+  __device__ Key At(int begin, int i) const {
+    if (p.first_positions == nullptr) {
+      const int row = begin + i;
+      return row < p.rows ? Key{p.slots[row], p.positions[row]} : Key{-1, 0};
+    }
+    const int token = begin + i;
+    const bool known = token >= p.first_positions[bulk_row] && token <= p.positions[bulk_row];
+    return {known ? p.slots[bulk_row] : -1, token};
   }
 
   // Reads the tile that begins at `begin`: its loads are under way when this returns.
@@ -110,10 +113,10 @@ class KeyTile {
       const int at = (static_cast<int>(threadIdx.x) + j * kThreads) * kVector;
       loaded[j] = {0, 0, 0, 0};
       if (at >= kTile * c.head_dim) continue;
-      const int3 key = At(begin, at / c.head_dim);
-      if (key.y < 0) continue;
-      const T* const block = BlockKeys<T>(c, key.y, key.z / c.block_tokens, head);
-      loaded[j] = *reinterpret_cast<const uint4*>(block + key.z % c.block_tokens * c.head_dim +
+      const Key key = At(begin, at / c.head_dim);
+      if (key.slot < 0) continue;
+      const T* const block = BlockKeys<T>(c, key.slot, key.token / c.block_tokens, head);
+      loaded[j] = *reinterpret_cast<const uint4*>(block + key.token % c.block_tokens * c.head_dim +
                                                   at % c.head_dim);
     }
   }
@@ -125,16 +128,16 @@ class KeyTile {
     for (int j = 0; j < kLoads; ++j) {
       const int at = (static_cast<int>(threadIdx.x) + j * kThreads) * kVector;
       if (at >= kTile * dim) continue;
-      const int3 key = At(begin, at / dim);
+      const Key key = At(begin, at / dim);
       const float* const centres =
-          key.y < 0 || p.centres == nullptr
+          key.slot < 0 || p.centres == nullptr
               ? nullptr
-              : p.centres + (int64_t{key.y} * p.cache.kv_heads + head) * dim + at % dim;
+              : p.centres + (int64_t{key.slot} * p.cache.kv_heads + head) * dim + at % dim;
       const T* const values = reinterpret_cast<const T*>(&loaded[j]);
       float* const to = keys + at / dim * (dim + kPad) + at % dim;
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
-        to[e] = key.y < 0 ? 0.0f : AsFloat(values[e]) - (centres != nullptr ? centres[e] : 0.0f);
+        to[e] = key.slot < 0 ? 0.0f : AsFloat(values[e]) - (centres != nullptr ? centres[e] : 0.0f);
       }
     }
   }
@@ -186,8 +189,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kEach; ++i) {
         const uint32_t bits = __ballot_sync(kAllLanes, products[i] > 0);
         if (word >= words || lane != i) continue;
-        const int3 key = tile.At(begin, part * kEach + i);
-        if (key.y >= 0) RowAt<uint32_t>(p.codes, key.y, key.z, head)[word] = bits;
+        const auto key = tile.At(begin, part * kEach + i);
+        if (key.slot >= 0) RowAt<uint32_t>(p.codes, key.slot, key.token, head)[word] = bits;
       }
     }
     if (first_chunk != 0) continue;
@@ -196,13 +199,13 @@ __global__ void __launch_bounds__(kThreads)
       float sum = 0;
       for (int d = lane; d < dim; d += 32) sum = fmaf(of_key[d], of_key[d], sum);
       for (int s = 16; s > 0; s /= 2) sum += __shfl_xor_sync(kAllLanes, sum, s);
-      const int3 key = tile.At(begin, i);
-      if (lane != 0 || key.y < 0) continue;
+      const auto key = tile.At(begin, i);
+      if (lane != 0 || key.slot < 0) continue;
       const float length = sqrtf(sum);
       if (p.lengths.type == DType::kFloat32) {
-        *RowAt<float>(p.lengths, key.y, key.z, head) = length;
+        *RowAt<float>(p.lengths, key.slot, key.token, head) = length;
       } else {
-        *RowAt<__nv_bfloat16>(p.lengths, key.y, key.z, head) = __float2bfloat16_rn(length);
+        *RowAt<__nv_bfloat16>(p.lengths, key.slot, key.token, head) = __float2bfloat16_rn(length);
       }
     }
   }

@@ -230,17 +230,8 @@ class Bench {
                                  : std::to_string(rows) + " decode rows");
     if (!Wants(name)) return;
     constexpr int32_t kWords = 4, kCodeRows = 1024, kLengthRows = 8192;  // rows of a page
-    const int64_t blocks = context / kBlockTokens;
-    const int64_t cache_page = int64_t{kKvHeads} * 2 * kBlockTokens * kHeadDim * 2;
     HashKeysParams p{};
-    p.cache = {arena_,       DeviceCopy(Shuffled(rows * blocks)),
-               blocks,       cache_page,
-               kBlockTokens, kKvHeads,
-               kHeadDim,     DType::kBFloat16};
-    if (bulk) {
-      Check(cudaHostAlloc(&p.cache.base, static_cast<size_t>(blocks * cache_page), 0), "pinned");
-      std::memset(p.cache.base, 0x3c, static_cast<size_t>(blocks * cache_page));
-    }
+    p.cache = Cache(rows, context, bulk);
     p.hash = DeviceCopy(Normal(int64_t{kKvHeads} * kHeadDim * kWords * 32, 1.0f));
     float* const centres = DeviceCopy(Normal(int64_t{rows} * kKvHeads * kHeadDim, 1.0f));
     p.centres = centres;
@@ -283,18 +274,8 @@ class Bench {
                                    : std::to_string(rows) + " decode rows");
     if (!Wants(name)) return;
     const int64_t blocks = context / kBlockTokens, pages = (blocks - 1) / kRowsOfPage + 1;
-    const int64_t cache_page = int64_t{kKvHeads} * 2 * kBlockTokens * kHeadDim * 2;
-    std::vector<int32_t> slots(static_cast<size_t>(rows));
-    std::iota(slots.begin(), slots.end(), 0);
     DigestParams p{};
-    p.cache = {arena_,       DeviceCopy(Shuffled(rows * blocks)),
-               blocks,       cache_page,
-               kBlockTokens, kKvHeads,
-               kHeadDim,     DType::kBFloat16};
-    if (bulk) {
-      Check(cudaHostAlloc(&p.cache.base, static_cast<size_t>(blocks * cache_page), 0), "pinned");
-      std::memset(p.cache.base, 0x3c, static_cast<size_t>(blocks * cache_page));
-    }
+    p.cache = Cache(rows, context, bulk);
     p.digests = {DeviceArray<char>(rows * pages * kPageBytes),
                  DeviceCopy(Shuffled(rows * pages)),
                  pages,
@@ -309,7 +290,7 @@ class Bench {
       p.codes = Codes(DeviceArray<char>(rows * of_codes * kPageBytes),
                       DeviceCopy(Shuffled(rows * of_codes)), context);
     }
-    p.slots = DeviceCopy(slots);
+    p.slots = DeviceCopy(Slots(rows));
     p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1));
     p.first_positions = bulk ? DeviceCopy(std::vector<int32_t>(1, 0)) : nullptr;
     p.rows = rows;
@@ -321,6 +302,21 @@ class Bench {
   }
 
  private:
+  // Returns the KV cache of rows of `context` tokens: in the arena, or in pinned memory of its own.
+  PagedCache Cache(int rows, int context, bool pinned) const {
+    const int64_t blocks = context / kBlockTokens;
+    const int64_t page = int64_t{kKvHeads} * 2 * kBlockTokens * kHeadDim * 2;
+    PagedCache cache{arena_,       DeviceCopy(Shuffled(rows * blocks)),
+                     blocks,       page,
+                     kBlockTokens, kKvHeads,
+                     kHeadDim,     DType::kBFloat16};
+    if (pinned) {
+      Check(cudaHostAlloc(&cache.base, static_cast<size_t>(blocks * page), 0), "pinned");
+      std::memset(cache.base, 0x3c, static_cast<size_t>(blocks * page));
+    }
+    return cache;
+  }
+
   static std::vector<int32_t> Slots(int rows) {
     std::vector<int32_t> slots(static_cast<size_t>(rows));
     std::iota(slots.begin(), slots.end(), 0);
