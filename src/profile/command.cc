@@ -11,6 +11,7 @@
 #include "src/bench/report/flags.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/model_config.h"
+#include "src/profile/fluxion/command.h"
 #include "src/profile/kv_profile.h"
 #include "src/profile/latent_profile.h"
 
@@ -56,7 +57,9 @@ constexpr char kAbout[] =
     "From both the server chooses, for each layer, what overlaps its fetching; without a\n"
     "profile it chooses by the misses that it observes. With misses at two ratios or more\n"
     "below 1 it can divide places among layers (--ess-divide-places): then profile from the\n"
-    "fewest places that a layer may have, which --least-places must not exceed.";
+    "fewest places that a layer may have, which --least-places must not exceed.\n"
+    "\n"
+    "The predictor of policy fluxion has commands of its own: sluice-profile fluxion --help.";
 
 constexpr char kExamples[] =
     "  sluice-profile --model models/m --traffic prompts.jsonl --out m.profile.json\n"
@@ -160,6 +163,8 @@ int Fail(const std::string& what, int status) {
 }  // namespace
 
 int RunProfileCommand(const std::vector<std::string>& args) {
+  if (!args.empty() && args[0] == "fluxion")
+    return RunFluxionCommand({args.begin() + 1, args.end()});
   Options o;
   Flags flags("sluice-profile", kAbout, kExamples);
   flags.Text("model", "DIR", "Hugging Face directory", &o.model);

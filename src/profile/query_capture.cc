@@ -48,14 +48,16 @@ class CapturingPolicy : public ForwardingPolicy {
     return reinterpret_cast<const float*>(At(layer) + row * shape_.qkv_bytes()) +
            head * shape_.head_dim;
   }
-  void AddKey(int layer, int64_t row, int64_t kv_head, std::vector<float>* keys) const {
+  // Appends the key (part 0) or the value (part 1) that a row of the last step wrote.
+  void AddWritten(int layer, int64_t row, int64_t kv_head, int64_t part,
+                  std::vector<float>* to) const {
     const uint8_t* at = At(layer) + kChunkTokens * shape_.qkv_bytes() +
                         row * shape_.written_bytes() +
-                        kv_head * 2 * shape_.head_dim * SizeOf(shape_.kv_dtype);
+                        (kv_head * 2 + part) * shape_.head_dim * SizeOf(shape_.kv_dtype);
     for (int64_t d = 0; d < shape_.head_dim; ++d) {
-      keys->push_back(shape_.kv_dtype == DType::kFloat32
-                          ? reinterpret_cast<const float*>(at)[d]
-                          : BFloat16ToFloat(reinterpret_cast<const uint16_t*>(at)[d]));
+      to->push_back(shape_.kv_dtype == DType::kFloat32
+                        ? reinterpret_cast<const float*>(at)[d]
+                        : BFloat16ToFloat(reinterpret_cast<const uint16_t*>(at)[d]));
     }
   }
 
@@ -72,7 +74,8 @@ class CapturingPolicy : public ForwardingPolicy {
 
 class Capture {
  public:
-  Capture(Device* device, Model* model) : device_(device), model_(model) {
+  Capture(Device* device, Model* model, bool values)
+      : device_(device), model_(model), values_(values) {
     const ModelConfig& config = model->config();
     shape_ = {config.heads, config.kv_heads, config.head_dim,
               model->cache_layout().kinds[0].element_type};
@@ -143,13 +146,15 @@ class Capture {
         HeadQueries& to = captured_.heads[static_cast<size_t>(layer * captured_.kv_heads + head)];
         const float* q = policy_->Query(layer, row, head * group);
         to.q.insert(to.q.end(), q, q + group * shape_.head_dim);
-        policy_->AddKey(layer, row, head, &to.k);
+        policy_->AddWritten(layer, row, head, 0, &to.k);
+        if (values_) policy_->AddWritten(layer, row, head, 1, &to.v);
       }
     }
   }
 
   Device* const device_;
   Model* const model_;
+  const bool values_;
   RowShape shape_;
   CapturedQueries captured_;
   int64_t seen_ = 0;
@@ -164,7 +169,7 @@ class Capture {
 
 absl::StatusOr<CapturedQueries> CaptureQueries(
     Device* device, Model* model, const std::vector<Prompt>& prompts, int64_t tokens,
-    const std::function<void(int64_t, int64_t)>& progress) {
+    const std::function<void(int64_t, int64_t)>& progress, bool values) {
   int64_t all = 0, longest = 0, done = 0;
   for (const Prompt& prompt : prompts) {
     all += static_cast<int64_t>(prompt.size());
@@ -172,7 +177,7 @@ absl::StatusOr<CapturedQueries> CaptureQueries(
   }
   SLUICE_CHECK(longest > 0 && longest <= model->max_context());
   const int64_t stride = std::max<int64_t>(1, all / std::max<int64_t>(tokens, 1));
-  Capture capture(device, model);
+  Capture capture(device, model, values);
   SLUICE_RETURN_IF_ERROR(capture.Start(longest));
   for (const Prompt& prompt : prompts) {
     SLUICE_RETURN_IF_ERROR(capture.Run(prompt, stride));

@@ -1,4 +1,4 @@
-// The queries and keys of prompts as attention sees them: after q_norm, k_norm and RoPE.
+// The queries, keys and values of prompts as attention sees them: after q_norm, k_norm and RoPE.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,7 @@ struct HeadQueries {
   // [tokens * group][head_dim]; the group's query heads of a token lie together.
   std::vector<float> q;
   std::vector<float> k;  // [tokens][head_dim]
+  std::vector<float> v;  // [tokens][head_dim]; empty if values were not wanted
 };
 
 struct CapturedQueries {
@@ -28,10 +29,11 @@ struct CapturedQueries {
 };
 
 // Computes the prompts with full attention and keeps about `tokens` of their tokens, evenly spread.
-// `progress(done, all)` gets numbers of prompt tokens. REQUIRES: every prompt fits the model's
-// max_context, and model->max_rows() >= 1. RESOURCE_EXHAUSTED: there is no memory.
+// `progress(done, all)` gets numbers of prompt tokens. Values are kept only if wanted. REQUIRES:
+// every prompt fits the model's max_context, and model->max_rows() >= 1. RESOURCE_EXHAUSTED: there
+// is no memory.
 absl::StatusOr<CapturedQueries> CaptureQueries(
     Device* device, Model* model, const std::vector<Prompt>& prompts, int64_t tokens,
-    const std::function<void(int64_t, int64_t)>& progress);
+    const std::function<void(int64_t, int64_t)>& progress, bool values = false);
 
 }  // namespace sluice

@@ -1,0 +1,368 @@
+#include "src/profile/fluxion/command.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
+#include "src/bench/harness/bench_device.h"
+#include "src/bench/policies/quality.h"
+#include "src/bench/report/flags.h"
+#include "src/device/cpu/cpu_device.h"
+#include "src/profile/fluxion/document_rows.h"
+#include "src/profile/fluxion/predictor_check.h"
+#include "src/profile/fluxion/predictor_training.h"
+#include "src/profile/fluxion/sample_file.h"
+#include "src/profile/progress.h"
+#include "src/profile/traffic.h"
+
+namespace sluice {
+namespace {
+
+using bench::Flags;
+
+constexpr char kUsage[] =
+    "usage: sluice-profile fluxion collect|train|check [flags]\n"
+    "\n"
+    "Makes the predictor of policy fluxion, which tells how much of the cache outside HBM each\n"
+    "query head needs.\n"
+    "\n"
+    "  collect  computes documents with full attention and writes samples: features of a head,\n"
+    "           and the least budgets with which its attention keeps to --tau\n"
+    "  train    trains a predictor by samples\n"
+    "  check    compares predictors with simpler rules, on documents that were not collected\n"
+    "\n"
+    "Each has a --help of its own.\n";
+
+int Fail(const std::string& command, const absl::Status& status, int code = 1) {
+  std::fprintf(stderr, "sluice-profile fluxion %s: %s\n", command.c_str(),
+               std::string(status.message()).c_str());
+  return code;
+}
+
+// Returns the exit status if the command ends with its arguments.
+std::optional<int> Parse(Flags& flags, const std::string& command,
+                         absl::Span<const std::string> args) {
+  const absl::StatusOr<bool> parsed = flags.Parse(args);
+  if (!parsed.ok()) {
+    return Fail(
+        command,
+        absl::InvalidArgumentError(absl::StrCat(parsed.status().message(), " (see --help)")), 2);
+  }
+  if (*parsed) return std::nullopt;
+  std::fputs(flags.Help().c_str(), stdout);
+  return 0;
+}
+
+absl::Status Missing(const std::string& flag, const std::string& what) {
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, " is missing: ", what));
+}
+
+// Documents, and the model that computes them.
+struct Source {
+  std::string model, traffic, texts, device = "cpu", kernels = "auto";
+  int64_t threads = 0, first = 1, most = 1'000'000;
+  DocumentRowsOptions rows;
+
+  void AddFlags(Flags& flags) {
+    flags.Text("model", "DIR", "Hugging Face directory", &model);
+    flags.Text("traffic", "FILE",
+               "documents, one a line: token ids, or JSON with \"prompt_token_ids\"", &traffic);
+    flags.Text("texts", "FILE", "documents that tools/sluice texts wrote, in place of --traffic",
+               &texts);
+    flags.Integer("first-document", "number of the first document of the file to take, from 1", 1,
+                  1 << 30, &first);
+    flags.Integer("documents", "maximum number of documents", 1, 1 << 30, &most);
+    flags.Integer("anchor-stride", "tokens between the positions where a prompt is taken to end", 1,
+                  1 << 20, &rows.anchor_stride);
+    flags.Integer("rows", "rows that are measured behind each of them", 1, 4096, &rows.rows);
+    flags.Integer("distance", "tokens from there to the farthest row", 1, 1 << 20, &rows.distance);
+    flags.Number("tau",
+                 "error of a head's output, as a share of the layer's largest, that is "
+                 "allowed",
+                 0, 1, &rows.tau);
+    flags.Choice("device", {"cpu", "cuda"}, "device that computes the documents", &device);
+    flags.Text("kernels", "NAME", "CPU kernels, as in sluice-server", &kernels);
+    flags.Integer("threads", "threads that compute; 0: as the server chooses", 0, 1024, &threads);
+  }
+
+  absl::StatusOr<std::vector<Prompt>> Documents(int64_t vocab) const {
+    if (traffic.empty() == texts.empty()) {
+      return absl::InvalidArgumentError("give documents by --traffic or by --texts (see --help)");
+    }
+    std::vector<Prompt> all;
+    if (!traffic.empty()) {
+      SLUICE_ASSIGN_OR_RETURN(all, ReadTraffic(traffic, vocab));
+    } else {
+      SLUICE_ASSIGN_OR_RETURN(bench::QualityTexts read,
+                              bench::ReadQualityTexts(texts, static_cast<int>(vocab)));
+      for (auto& text : read.texts) all.push_back(std::move(text.ids));
+    }
+    if (first > std::ssize(all)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--first-document ", first, ": the file has ", all.size(), " documents"));
+    }
+    all.erase(all.begin(), all.begin() + first - 1);
+    if (most < std::ssize(all)) all.resize(static_cast<size_t>(most));
+    return all;
+  }
+
+  // Measures the documents' rows and returns the fingerprint of the model. `check` gets it before.
+  absl::StatusOr<std::string> Measure(const std::string& title,
+                                      const std::function<absl::Status(const std::string&)>& check,
+                                      const std::function<void(const LayerRow&)>& visit) const {
+    if (model.empty()) return Missing("model", "name the model's directory (see --help)");
+    const int team = threads > 0 ? static_cast<int>(threads) : DefaultThreads();
+    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<bench::BenchDevice> held,
+                            bench::BenchDevice::Create({device, kernels, team}));
+    Model::Options load;
+    load.directory = model;
+    load.max_rows = 512;
+    load.max_logits = 1;
+    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> loaded,
+                            Model::Load(load, &held->device()));
+    if (loaded->config().latent.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(loaded->config().architecture,
+                       " has latent caches, and policy fluxion is for keys and values of heads"));
+    }
+    SLUICE_RETURN_IF_ERROR(check(loaded->fingerprint()));
+    SLUICE_ASSIGN_OR_RETURN(const std::vector<Prompt> documents,
+                            Documents(loaded->config().vocab_size));
+    for (const Prompt& document : documents) {
+      if (std::ssize(document) <= loaded->max_context()) continue;
+      return absl::InvalidArgumentError(absl::StrCat("a document has ", document.size(),
+                                                     " tokens, and the model has a context of ",
+                                                     loaded->max_context(), ": take shorter ones"));
+    }
+    Progress bar(title);
+    SLUICE_RETURN_IF_ERROR(MeasureDocuments(
+        rows, &held->device(), loaded.get(), documents, static_cast<int32_t>(first), team,
+        [&bar](int64_t done, int64_t all) { bar.Show(done, all); }, visit));
+    return loaded->fingerprint();
+  }
+};
+
+int Collect(absl::Span<const std::string> args) {
+  Source source;
+  std::string out;
+  Flags flags(
+      "sluice-profile fluxion collect",
+      "Computes documents with full attention. At every --anchor-stride tokens a prompt is\n"
+      "taken to end, and --rows rows behind it are measured in every layer: the features\n"
+      "of each query head, and the least budgets with which its attention keeps to --tau.",
+      "  tools/sluice texts --tokenizer models/m --out texts.json\n"
+      "  sluice-profile fluxion collect --model models/m --texts texts.json --out m.samples");
+  source.AddFlags(flags);
+  flags.Text("out", "FILE", "file that the samples are written to", &out);
+  if (const auto end = Parse(flags, "collect", args)) return *end;
+  if (out.empty()) return Fail("collect", Missing("out", "name the file to write (see --help)"), 2);
+  FluxionSamples samples;
+  std::mutex mutex;
+  const absl::StatusOr<std::string> fingerprint = source.Measure(
+      "documents", [](const std::string&) { return absl::OkStatus(); },
+      [&](const LayerRow& row) {
+        const std::lock_guard lock(mutex);
+        samples.samples.insert(samples.samples.end(), row.heads.begin(), row.heads.end());
+      });
+  if (!fingerprint.ok()) return Fail("collect", fingerprint.status());
+  samples.model_fingerprint = *fingerprint;
+  samples.tau = source.rows.tau;
+  if (const absl::Status status = WriteFluxionSamples(samples, out); !status.ok()) {
+    return Fail("collect", status);
+  }
+  int64_t streaming = 0;
+  for (const FluxionSample& sample : samples.samples) streaming += sample.streaming ? 1 : 0;
+  std::printf("%zu samples, of which %.1f %% stream\nwritten: %s\n", samples.samples.size(),
+              100.0 * static_cast<double>(streaming) / static_cast<double>(samples.samples.size()),
+              out.c_str());
+  return 0;
+}
+
+absl::StatusOr<FluxionSamples> ReadAllSamples(const std::vector<std::string>& paths) {
+  FluxionSamples all;
+  for (const std::string& path : paths) {
+    SLUICE_ASSIGN_OR_RETURN(const FluxionSamples read, ReadFluxionSamples(path));
+    if (!all.model_fingerprint.empty() &&
+        (read.model_fingerprint != all.model_fingerprint || read.tau != all.tau)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, ": is of another model or tau than ", paths[0],
+                       ": collect the samples with the same model and --tau"));
+    }
+    // Documents of different files are different documents.
+    int32_t before = 0;
+    for (const FluxionSample& sample : all.samples) before = std::max(before, sample.document);
+    for (FluxionSample sample : read.samples) {
+      sample.document += before;
+      all.samples.push_back(sample);
+    }
+    all.model_fingerprint = read.model_fingerprint;
+    all.tau = read.tau;
+  }
+  return all;
+}
+
+int Train(absl::Span<const std::string> args) {
+  std::vector<std::string> paths;
+  std::string out, form = "four";
+  PredictorTrainingOptions options;
+  int64_t epochs = options.epochs, seed = static_cast<int64_t>(options.seed);
+  Flags flags(
+      "sluice-profile fluxion train",
+      "Trains a predictor by samples of four of five documents, and keeps the weights that\n"
+      "do best for the fifth.",
+      "  sluice-profile fluxion train m.samples --out m.predictor\n"
+      "  sluice-profile fluxion train a.samples b.samples --form line --out m.line");
+  flags.Rest("FILE", "files of samples", &paths);
+  flags.Text("out", "FILE", "file that the predictor is written to", &out);
+  flags.Choice("form", {"line", "four"},
+               "line: a budget for each block size lies on a line (the paper); four: each is "
+               "predicted by itself",
+               &form);
+  flags.Number("quantile", "share of heads whose budget is to suffice", 0, 1, &options.quantile);
+  flags.Number("false-streaming", "largest share of the heads that need a budget that may get none",
+               0, 1, &options.false_streaming);
+  flags.Integer("epochs", "times that the samples are seen", 1, 10'000, &epochs);
+  flags.Integer("seed", "seed of the weights and of the order of samples", 0, INT64_MAX, &seed);
+  if (const auto end = Parse(flags, "train", args)) return *end;
+  if (out.empty()) return Fail("train", Missing("out", "name the file to write (see --help)"), 2);
+  if (paths.empty()) {
+    return Fail("train", absl::InvalidArgumentError("name a file of samples (see --help)"), 2);
+  }
+  const absl::StatusOr<FluxionSamples> samples = ReadAllSamples(paths);
+  if (!samples.ok()) return Fail("train", samples.status());
+  options.form = form == "line" ? FluxionPredictor::Form::kLine : FluxionPredictor::Form::kFour;
+  options.epochs = static_cast<int>(epochs);
+  options.seed = static_cast<uint64_t>(seed);
+  options.tau = samples->tau;
+  absl::StatusOr<PredictorTraining> trained;
+  {
+    Progress bar("epochs");
+    trained = TrainFluxionPredictor(samples->samples, options,
+                                    [&bar](int64_t done, int64_t all) { bar.Show(done, all); });
+  }
+  if (!trained.ok()) return Fail("train", trained.status());
+  trained->predictor.model_fingerprint = samples->model_fingerprint;
+  if (const absl::Status status = WriteFluxionPredictor(trained->predictor, out); !status.ok()) {
+    return Fail("train", status);
+  }
+  std::printf(
+      "%zu samples, %lld parameters; losses %.4f (training), %.4f (validation, epoch %d)\n"
+      "streaming heads: %.1f %% told rightly; %.1f %% of the others would stream\nwritten: %s\n",
+      samples->samples.size(), static_cast<long long>(trained->predictor.parameters()),
+      trained->training_loss, trained->validation_loss, trained->best_epoch,
+      100 * trained->streaming_accuracy, 100 * trained->false_streaming, out.c_str());
+  return 0;
+}
+
+void PrintCheck(const PredictorCheck& check) {
+  const SourceSums& fixed = check.sums()[0];
+  const auto share = [](int64_t part, int64_t all) {
+    return all == 0 ? 0.0 : static_cast<double>(part) / static_cast<double>(all);
+  };
+  std::printf("%-22s %8s %8s %8s %9s %11s %10s %8s  %s\n", "", "bytes", "volume", "tasks",
+              "digests", "violations", "streaming", "right", "blocks of 16, 32, 64, 128");
+  for (size_t i = 0; i < check.sources().size(); ++i) {
+    const SourceSums& of = check.sums()[i];
+    std::printf("%-22s %7.3fx %7.3fx %7.1f%% %8.1f%% %10.2f%% %9.1f%% %7.1f%% ",
+                check.sources()[i].name.c_str(), share(of.bytes(), fixed.bytes()),
+                share(of.volume, fixed.volume), 100 * share(of.tasks, of.groups),
+                100 * share(of.digests, of.bytes()), 100 * share(of.violations, of.heads),
+                100 * share(of.streaming_told, of.heads),
+                100 * share(of.streaming_right, of.heads));
+    for (const int64_t tasks : of.levels) std::printf(" %4.0f%%", 100 * share(tasks, of.tasks));
+    std::printf("\n");
+  }
+  std::printf(
+      "\nbytes, volume: as shares of the first line's, which reads %.1f %% of what lies outside "
+      "HBM.\nviolations: heads whose output is further off than tau. right: heads of which it is "
+      "told\nrightly whether they stream; %.1f %% do.\n",
+      100 * share(fixed.bytes(), check.cpu_tokens()),
+      100 * share(fixed.streaming_needed, fixed.heads));
+}
+
+int Check(absl::Span<const std::string> args) {
+  Source source;
+  std::vector<std::string> paths, samples_paths;
+  double fixed = 0.05, quantile = PredictorTrainingOptions().quantile;
+  Flags flags("sluice-profile fluxion check",
+              "Selects by predictors and by simpler rules on the same rows, and tells what each\n"
+              "reads and how often a head's output is further off than --tau: a fixed block and\n"
+              "budget; what the row needs (oracle) and what the anchor needed; what heads need at\n"
+              "large, by samples; an error of 10 % of a head's own output; 95 % of its attention.\n"
+              "Take documents that no sample was collected from.",
+              "  sluice-profile fluxion check m.predictor --model models/m --texts other.json \\\n"
+              "      --samples m.samples");
+  flags.Rest("FILE", "predictors", &paths);
+  source.AddFlags(flags);
+  flags.Repeated("samples", "FILE", "file of samples, for the table of heads",
+                 [&](const std::string& path) {
+                   samples_paths.push_back(path);
+                   return absl::OkStatus();
+                 });
+  flags.Number("fixed-share", "share of the cache outside HBM that the fixed budget takes", 0, 1,
+               &fixed);
+  flags.Number("quantile", "share of a head's samples whose budget its entry in the table suffices",
+               0, 1, &quantile);
+  if (const auto end = Parse(flags, "check", args)) return *end;
+  std::vector<FluxionPredictor> predictors;
+  for (const std::string& path : paths) {
+    absl::StatusOr<FluxionPredictor> read = ReadFluxionPredictor(path);
+    if (!read.ok()) return Fail("check", read.status());
+    predictors.push_back(*std::move(read));
+  }
+  const absl::StatusOr<FluxionSamples> samples = ReadAllSamples(samples_paths);
+  if (!samples.ok()) return Fail("check", samples.status());
+  const HeadTable table(samples->samples, quantile);
+  std::vector<BudgetSource> sources = {FixedSource(0, fixed), OracleSource(), AnchorSource(),
+                                       OwnOutputSource(0.1), ScoreSource(0.95)};
+  if (!samples->samples.empty()) sources.push_back(TableSource(&table));
+  for (size_t i = 0; i < predictors.size(); ++i) {
+    sources.push_back(PredictorSource(paths[i].substr(paths[i].rfind('/') + 1), &predictors[i]));
+  }
+  PredictorCheck check(std::move(sources));
+  const absl::StatusOr<std::string> measured = source.Measure(
+      "documents",
+      [&](const std::string& fingerprint) -> absl::Status {
+        for (const FluxionPredictor& predictor : predictors) {
+          SLUICE_RETURN_IF_ERROR(CheckFluxionPredictor(predictor, fingerprint));
+        }
+        if (samples->samples.empty() || samples->model_fingerprint == fingerprint) {
+          return absl::OkStatus();
+        }
+        return absl::FailedPreconditionError(
+            "--samples: the samples are of another model: collect some of this one");
+      },
+      [&](const LayerRow& row) { check.Add(row); });
+  if (!measured.ok()) return Fail("check", measured.status());
+  PrintCheck(check);
+  return 0;
+}
+
+}  // namespace
+
+int RunFluxionCommand(const std::vector<std::string>& args) {
+  SetUpLogging(LogLevel::kWarn, LogFormat::kText);
+  const std::string command = args.empty() ? "" : args[0];
+  const auto rest = absl::MakeConstSpan(args).subspan(args.empty() ? 0 : 1);
+  if (command == "collect") return Collect(rest);
+  if (command == "train") return Train(rest);
+  if (command == "check") return Check(rest);
+  if (command == "--help") {
+    std::fputs(kUsage, stdout);
+    return 0;
+  }
+  std::fprintf(
+      stderr, "sluice-profile fluxion: %s (see --help)\n",
+      command.empty()
+          ? "takes collect, train or check"
+          : absl::StrCat("there is no '", command, "': it takes collect, train or check").c_str());
+  return 2;
+}
+
+}  // namespace sluice
