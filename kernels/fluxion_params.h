@@ -91,7 +91,7 @@ constexpr int64_t AnchorScratchBytes(int64_t tokens, int64_t heads, int64_t head
 // kLine has three outputs: bgt0, k and the logit of streaming. The budget at a level is bgt0 + k
 // log2(LevelTokens) (Fluxion, equation 1). kFour has five: log2 of the budget at each level, and
 // the logit. A budget is held to [0, 1]. A head *streams*, and so attends to its default set alone,
-// where sigmoid(logit) > threshold.
+// where the logit is finite and sigmoid(logit) > threshold.
 enum class FluxionForm : int32_t { kLine = 0, kFour = 1 };
 inline constexpr int32_t kFluxionFeatures = 41;
 inline constexpr int32_t kFluxionMostLayers = 8;
@@ -109,17 +109,16 @@ struct FluxionNetwork {
 //   4-15   the 12 numbers of the KV head in FluxionAnchors::kv
 //   16     q mean_key / (|q| sqrt(head_dim))
 //   17-20  the four moments of z in FluxionAnchors::heads
-//   21-23  natural-log sum-exp of q over sink, cpu segment and local tokens. That of the cpu
-//   segment
-//          is taken as ln(n) + |q| f16 + |q|^2 variance / 2, with its n tokens and the variance of
-//          z
+//   21-23  natural-log sum-exp of q over sink, cpu segment and local tokens. The cpu segment has
+//          ln(n) + |q| f16 + |q|^2 variance / 2, with its n tokens and the variance of z
 //   24-26  the same three at the anchor, as FluxionAnchors::heads has them
 //   27-31  length of the output over sink and local tokens for q; over sink, cpu segment and local
 //          tokens at the anchor
 //   32-34  |q|; |q'|; cosine of q and q'
 //   35-38  budgets at the anchor
 //   39-40  the largest length, over the layer's query heads, of the output over sink and local
-//          tokens together: for q, and at the anchor
+//          tokens together: for q, and at the anchor; not a number if one of these is not
+// Scores are q k / sqrt(head_dim).
 // If a feature is not finite, the budgets of the head are 1, and it does not stream. A budget that
 // is not finite is 1 (a logarithm of -inf counts as not finite), and its head does not stream.
 // Results are those of float64 within what float32 sums differ by, and the same in any batch.
@@ -149,7 +148,7 @@ struct PredictBudgetsParams {
 // level is the one from `first_level` on with the least volume: the blocks of the cpu segment (for
 // their digests), and LevelTokens for each block that a head selects, summed over the heads; the
 // smallest block among equals. A head that streams selects none. If all of a list's heads stream,
-// or the cpu segment is empty, the list has no level.
+// or the cpu segment is empty, the list has no level. So it is with the lists of padded rows.
 struct PlanRetrievalParams {
   const float* budgets;      // [rows][heads][kFluxionLevels]
   const int32_t* streaming;  // [rows][heads]
@@ -166,7 +165,8 @@ struct PlanRetrievalParams {
 
 // Computes scores[row * heads + h][b] = sum_d max(q_d largest_d, q_d smallest_d) for the blocks b
 // of the row's cpu segment at the list's level: Quest's bound of q k over the block. A head that
-// selects no block or all of them has no scores, and nothing is written for it.
+// selects no block or all of them has no scores, and nothing is written for it. Scores by digests
+// that are not finite are unspecified.
 struct LevelScoresParams {
   const float* q;  // [rows][q_stride], heads * head_dim used, after RoPE
   int64_t q_stride;
@@ -182,7 +182,8 @@ struct LevelScoresParams {
 };
 
 // Selects for each query head the blocks[row][h] blocks of its list's level with the highest
-// scores, lower blocks first among equals (a NaN score is -inf), and lists the union of what a KV
+// scores, lower blocks first among equals (a NaN score is -inf; scores[..][b] is that of block b of
+// the sequence), and lists the union of what a KV
 // head's query heads select, in units of unit_tokens tokens, which are no larger than a block. The
 // units of the sink are left out. A list without a level selects nothing.
 struct SelectUnionParams {
@@ -193,9 +194,24 @@ struct SelectUnionParams {
   const int32_t* levels;     // [lists]
   const int32_t* blocks;     // [rows][heads]
   UnitLists selected;        // capacity >= every row's units
-  SparseCounters* counters;  // [slots], or null: adds to steps and selected
+  SparseCounters* counters;  // [slots], or null: adds to steps and selected, in tokens
   int32_t rows;
   int32_t heads;
+  int32_t kv_heads;
+  int32_t unit_tokens;  // 16, 32 or 64
+};
+
+// Lists the units of each row's sink and of its local tokens, with their places, and stamps the
+// places of the sink's units with positions[r], so that they keep them. REQUIRES: every unit of the
+// sink that has left the ring has a place, and the ring holds all local tokens.
+struct SegmentListsParams {
+  ResidencyTable residency;
+  const int32_t* slots;
+  const int32_t* positions;
+  UnitLists sink, local;
+  int32_t* sink_places;   // [lists][sink.capacity]
+  int32_t* local_places;  // [lists][local.capacity]
+  int32_t rows;
   int32_t kv_heads;
   int32_t unit_tokens;  // 16, 32 or 64
 };
@@ -206,8 +222,10 @@ struct DivideListsParams {
   UnitLists from;
   UnitLists first, rest;  // of the capacity of `from`
   const int32_t* slots;
+  SparseCounters* counters;  // [slots], or null: adds the units of `from` to `missing`, in tokens
   int32_t rows;
   int32_t kv_heads;
+  int32_t unit_tokens;
   float share;  // from 0 to 1
 };
 

@@ -62,5 +62,13 @@ constexpr int32_t BlocksOfShare(const FluxionSegments& s, int32_t level, float s
   return wanted < blocks ? wanted : blocks;
 }
 
+// Returns how many of `count` units are the first share of them: rounded up.
+constexpr int32_t FirstUnits(int32_t count, float share) {
+  const float exact = static_cast<float>(count) * share;
+  const auto whole = static_cast<int32_t>(exact);
+  const int32_t wanted = static_cast<float>(whole) < exact ? whole + 1 : whole;
+  return wanted < count ? wanted : count;
+}
+
 }  // namespace
 }  // namespace sluice::kernels

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/bring_params.h"
+#include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
@@ -61,6 +62,15 @@ struct KernelTable {
   void (*sparse_attention)(const SparseAttentionParams&, Worker);
   void (*moving_average)(const MovingAverageParams&, Worker);
   void (*copy_rows)(const CopyRowsParams&, Worker);
+  // Fluxion (kernels/fluxion_params.h).
+  void (*level_digests)(const LevelDigestsParams&, Worker);
+  void (*anchor_statistics)(const AnchorStatisticsParams&, Worker);
+  void (*predict_budgets)(const PredictBudgetsParams&, Worker);
+  void (*plan_retrieval)(const PlanRetrievalParams&, Worker);
+  void (*level_scores)(const LevelScoresParams&, Worker);
+  void (*select_union)(const SelectUnionParams&, Worker);
+  void (*segment_lists)(const SegmentListsParams&, Worker);
+  void (*divide_lists)(const DivideListsParams&, Worker);
   // Latent attention and experts (kernels/latent_params.h). Where a second phase is named, all
   // workers finish the first before any begins the second.
   void (*latent_append)(const LatentAppendParams&, Worker);

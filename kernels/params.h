@@ -149,7 +149,7 @@ struct PagedCache {
   int32_t head_dim;
   DType type;
   // If > 0, the table is a ring: block b is its entry b % ring_blocks. Only RopeAppend, Digest,
-  // PartialKeys and SparseAttention take a ring.
+  // LevelDigests, PartialKeys and SparseAttention take a ring.
   int32_t ring_blocks = 0;
   // [kv_heads], or null. If not null, every KV head has a table of its own, which begins at entry
   // head_tables[head] of a slot's table, and its entries are numbers of blocks of one head, counted
@@ -299,6 +299,8 @@ struct RowsPiece {
   const int32_t* source_rows;  // [rows] or null
   int32_t rows;
   int32_t row_bytes;
+  // [rows] or null: only the first words[r] * 4 bytes of row r are copied, row_bytes at most.
+  const int32_t* words = nullptr;
 };
 inline constexpr int kMaxRowsPieces = 6;
 struct CopyRowsParams {

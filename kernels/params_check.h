@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "kernels/bring_params.h"
+#include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
@@ -30,7 +31,7 @@ SLUICE_PLAIN_PARAMS(AttentionParams, 152);
 SLUICE_PLAIN_PARAMS(MergeParams, 56);
 SLUICE_PLAIN_PARAMS(SiluMulParams, 32);
 SLUICE_PLAIN_PARAMS(TransferParams, 120);
-SLUICE_PLAIN_PARAMS(CopyRowsParams, 296);
+SLUICE_PLAIN_PARAMS(CopyRowsParams, 344);
 SLUICE_PLAIN_PARAMS(SamplingSlot, 64);
 SLUICE_PLAIN_PARAMS(SampleParams, 120);
 SLUICE_PLAIN_PARAMS(PagedRows, 56);
@@ -57,6 +58,16 @@ SLUICE_PLAIN_PARAMS(HashKeysParams, 224);
 SLUICE_PLAIN_PARAMS(HashQueriesParams, 64);
 SLUICE_PLAIN_PARAMS(HashScoresParams, 176);
 SLUICE_PLAIN_PARAMS(LabelLookupParams, 128);
+SLUICE_PLAIN_PARAMS(FluxionAnchors, 24);
+SLUICE_PLAIN_PARAMS(FluxionNetwork, 56);
+SLUICE_PLAIN_PARAMS(LevelDigestsParams, 320);
+SLUICE_PLAIN_PARAMS(AnchorStatisticsParams, 368);
+SLUICE_PLAIN_PARAMS(PredictBudgetsParams, 192);
+SLUICE_PLAIN_PARAMS(PlanRetrievalParams, 72);
+SLUICE_PLAIN_PARAMS(LevelScoresParams, 296);
+SLUICE_PLAIN_PARAMS(SelectUnionParams, 96);
+SLUICE_PLAIN_PARAMS(SegmentListsParams, 224);
+SLUICE_PLAIN_PARAMS(DivideListsParams, 104);
 SLUICE_PLAIN_PARAMS(PagedLatents, 48);
 SLUICE_PLAIN_PARAMS(PagedIndexKeys, 40);
 SLUICE_PLAIN_PARAMS(LatentAppendParams, 176);

@@ -1,33 +1,11 @@
-// TopK for every path: exact, and linear in the units of a row. Scores become integers of the same
-// order. Three histograms of their digits find the score of the k-th, and a last walk takes the
-// units above it, and the first of those equal to it.
+// TopK for every path: exact, and linear in the units of a row. A walk takes the units above the
+// score of the k-th, and the first of those equal to it.
 #include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/score_cut.h"
 #include "kernels/scalar.h"
 
 namespace sluice::kernels::cpu {
 namespace {
-
-constexpr int kDigitBits = 11;
-constexpr uint32_t kDigits = 1u << kDigitBits;
-
-// Returns a key that rises with the score; NaN is -inf, and -0 is 0. There are no branches, because
-// signs are as good as random.
-uint32_t KeyOf(float score) {
-  constexpr uint32_t kLowest = ~0xFF800000u;  // key of -inf
-  const uint32_t bits = __builtin_bit_cast(uint32_t, score + 0.0f);
-  const uint32_t negative = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
-  const uint32_t key = bits ^ (negative | 0x80000000u);
-  const uint32_t is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u ? ~0u : 0u;
-  return (key & ~is_nan) | (kLowest & is_nan);
-}
-
-// The units that may be chosen by score: [begin, end), without those that are forced.
-struct Candidates {
-  const float* scores;
-  int64_t begin;
-  int64_t end;
-  uint32_t least;  // smallest key that may be chosen
-};
 
 uint32_t LeastKey(const float* scores, int64_t units, float margin) {
   if (margin == __builtin_inff()) return 0;
@@ -45,52 +23,6 @@ uint32_t LeastKey(const float* scores, int64_t units, float margin) {
   float largest = kNegativeInfinity;
   for (float lane : lanes) largest = lane > largest ? lane : largest;
   return KeyOf(largest - margin);
-}
-
-// Calls body(unit, key) for every candidate in order. Keys are made some at a time, in vectors.
-template <class Body>
-void ForEachKey(const Candidates& c, Body body) {
-  constexpr int64_t kAtOnce = 256;
-  for (int64_t first = c.begin; first < c.end; first += kAtOnce) {
-    uint32_t keys[kAtOnce];
-    const int64_t count = Min(kAtOnce, c.end - first);
-    for (int64_t i = 0; i < count; ++i) keys[i] = KeyOf(c.scores[first + i]);
-    for (int64_t i = 0; i < count; ++i) body(first + i, keys[i]);
-  }
-}
-
-// A cut takes keys above `key`, and the first `equal` candidates that have it.
-struct Cut {
-  uint32_t key;
-  int64_t equal;
-
-  // REQUIRES: calls come in the order of candidates.
-  bool Takes(uint32_t of) { return of > key || (of == key && equal-- > 0); }
-};
-
-// Returns the cut that leaves `wanted` >= 1 candidates, or all where there are fewer.
-Cut CutOf(const Candidates& c, int64_t wanted) {
-  uint32_t prefix = 0;
-  for (int shift = 32 - kDigitBits, known = 0;;) {
-    uint32_t histogram[kDigits] = {};
-    const int width = shift >= 0 ? kDigitBits : kDigitBits + shift;
-    const int low = shift >= 0 ? shift : 0;
-    const uint32_t mask = (1u << width) - 1;
-    if (known == 0) {
-      ForEachKey(c, [&](int64_t, uint32_t key) { histogram[key >> low] += key >= c.least; });
-    } else {
-      ForEachKey(c, [&](int64_t, uint32_t key) {
-        if (key >> (32 - known) == prefix) histogram[key >> low & mask] += key >= c.least;
-      });
-    }
-    int64_t digit = mask;
-    for (; digit >= 0 && histogram[digit] < wanted; --digit) wanted -= histogram[digit];
-    if (digit < 0) return {c.least, c.end};  // there are fewer than wanted
-    prefix = prefix << width | static_cast<uint32_t>(digit);
-    known += width;
-    if (low == 0) return {prefix, wanted};
-    shift -= kDigitBits;
-  }
 }
 
 // Lists the candidates that a selection with `capacity` more would have beside the `wanted` that

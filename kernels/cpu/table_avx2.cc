@@ -4,10 +4,13 @@
 
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/gathered_products.h"
+#include "kernels/cpu/simd_anchors.h"
 #include "kernels/cpu/simd_attention.h"
+#include "kernels/cpu/simd_budgets.h"
 #include "kernels/cpu/simd_codes.h"
 #include "kernels/cpu/simd_hash.h"
 #include "kernels/cpu/simd_index_logits.h"
+#include "kernels/cpu/simd_levels.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_mla.h"
 #include "kernels/cpu/simd_moving_average.h"
@@ -148,6 +151,14 @@ const KernelTable& Avx2Table() {
       .sparse_attention = SparseAttention<SimdAttention<Avx2>>,
       .moving_average = MovingAverage<Avx2>,
       .copy_rows = CopyRows,
+      .level_digests = LevelDigests<Avx2>,
+      .anchor_statistics = AnchorStatistics<Avx2>,
+      .predict_budgets = PredictBudgets<Avx2>,
+      .plan_retrieval = PlanRetrieval,
+      .level_scores = LevelScores<Avx2>,
+      .select_union = SelectUnion,
+      .segment_lists = SegmentLists,
+      .divide_lists = DivideLists,
       .latent_append = LatentAppend<Avx2>,
       .index_append = IndexAppend<Avx2>,
       .index_query = IndexQuery<Avx2>,

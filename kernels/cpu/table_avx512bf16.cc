@@ -8,9 +8,12 @@
 #include "kernels/cpu/index_logits_bf16.h"
 #include "kernels/cpu/linear_avx512.h"
 #include "kernels/cpu/mla_bf16.h"
+#include "kernels/cpu/simd_anchors.h"
 #include "kernels/cpu/simd_avx512.h"
+#include "kernels/cpu/simd_budgets.h"
 #include "kernels/cpu/simd_codes.h"
 #include "kernels/cpu/simd_hash.h"
+#include "kernels/cpu/simd_levels.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
@@ -62,6 +65,14 @@ const KernelTable& Avx512Bf16Table() {
       .sparse_attention = SparseAttention<SimdAttention<Avx512>>,
       .moving_average = MovingAverage<Avx512>,
       .copy_rows = CopyRows,
+      .level_digests = LevelDigests<Avx512>,
+      .anchor_statistics = AnchorStatistics<Avx512>,
+      .predict_budgets = PredictBudgets<Avx512>,
+      .plan_retrieval = PlanRetrieval,
+      .level_scores = LevelScores<Avx512>,
+      .select_union = SelectUnion,
+      .segment_lists = SegmentLists,
+      .divide_lists = DivideLists,
       .latent_append = LatentAppend<Avx512>,
       .index_append = IndexAppend<Avx512>,
       .index_query = IndexQuery<Avx512>,

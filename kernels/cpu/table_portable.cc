@@ -1,10 +1,13 @@
 // The path "portable": vectors of four floats, which every x86-64 and arm64 has.
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/gathered_products.h"
+#include "kernels/cpu/simd_anchors.h"
 #include "kernels/cpu/simd_attention.h"
+#include "kernels/cpu/simd_budgets.h"
 #include "kernels/cpu/simd_codes.h"
 #include "kernels/cpu/simd_hash.h"
 #include "kernels/cpu/simd_index_logits.h"
+#include "kernels/cpu/simd_levels.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_mla.h"
 #include "kernels/cpu/simd_moving_average.h"
@@ -111,6 +114,14 @@ const KernelTable& PortableTable() {
       .sparse_attention = SparseAttention<SimdAttention<Portable>>,
       .moving_average = MovingAverage<Portable>,
       .copy_rows = CopyRows,
+      .level_digests = LevelDigests<Portable>,
+      .anchor_statistics = AnchorStatistics<Portable>,
+      .predict_budgets = PredictBudgets<Portable>,
+      .plan_retrieval = PlanRetrieval,
+      .level_scores = LevelScores<Portable>,
+      .select_union = SelectUnion,
+      .segment_lists = SegmentLists,
+      .divide_lists = DivideLists,
       .latent_append = LatentAppend<Portable>,
       .index_append = IndexAppend<Portable>,
       .index_query = IndexQuery<Portable>,

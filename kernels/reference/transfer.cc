@@ -33,9 +33,12 @@ void CopyRows(const CopyRowsParams& p, Worker worker) {
     for (int64_t r = 0; r < piece.rows; ++r) {
       const int64_t from = piece.source_rows != nullptr ? piece.source_rows[r] : r;
       if (from < 0) continue;
+      const int64_t bytes = piece.words == nullptr
+                                ? piece.row_bytes
+                                : std::min(int64_t{piece.row_bytes}, int64_t{4} * piece.words[r]);
       std::memcpy(static_cast<char*>(piece.target) + r * piece.target_pitch,
                   static_cast<const char*>(piece.source) + from * piece.source_pitch,
-                  static_cast<size_t>(piece.row_bytes));
+                  static_cast<size_t>(bytes));
     }
   }
 }

@@ -9,6 +9,7 @@
 #include "src/attention/policies/clo/clo_policy.h"
 #include "src/attention/policies/ess/ess_policy.h"
 #include "src/attention/policies/ess/pool_shape.h"
+#include "src/attention/policies/fluxion/fluxion_policy.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/attention/policies/hgca/hgca_policy.h"
 #include "src/attention/policies/oracle/oracle_policy.h"
@@ -23,6 +24,8 @@ namespace {
 using Made = absl::StatusOr<std::unique_ptr<AttentionPolicy>>;
 
 Made NewFull(const PolicyOptions& o) { return NewFullPolicy(o); }
+
+Made NewFluxion(const PolicyOptions& o) { return NewFluxionPolicy(o); }
 
 Made NewScout(const PolicyOptions& o) { return NewScoutPolicy(o); }
 
@@ -47,6 +50,7 @@ struct Known {
 constexpr Known kPolicies[] = {
     {"clo", NewCloPolicy, Caches::kKeysAndValues, true, nullptr},
     {"ess", NewEssPolicy, Caches::kIndexedLatents, true, EssTierShapesOf},
+    {"fluxion", NewFluxion, Caches::kKeysAndValues, true, nullptr},
     {"full", NewFull, Caches::kAny, false, nullptr},
     {"hgca", NewHgca, Caches::kKeysAndValues, true, nullptr},
     {"offload-naive", NewEssPolicy, Caches::kIndexedLatents, true, EssTierShapesOf},

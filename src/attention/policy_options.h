@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,8 @@
 #include "src/kv/page_pool.h"
 
 namespace sluice {
+
+struct FluxionPredictor;
 
 struct PolicyOptions {
   std::string name = "full";
@@ -146,6 +149,21 @@ struct PolicyOptions {
     Mover mover = Mover::kUva;
     int mover_workers = 4;  // CPU workers of kCpu
   } clo;
+
+  struct Fluxion {
+    // Predicts how much each query head reads of what is not in HBM; null: each reads all of it.
+    std::shared_ptr<const FluxionPredictor> predictor;
+    // The share of the units not in HBM that the device reads over the link, up to 1; the CPU
+    // workers read the others. Negative: by the number of workers.
+    double device_share = -1;
+    // The following are for benches alone. If fixed_block is not 0, every query head reads
+    // fixed_share of its tokens, in blocks of this many, whatever the predictor says.
+    int fixed_block = 0;
+    double fixed_share = 0.05;
+    // False: no block has a place in HBM for being selected often. HBM has digests, the first
+    // tokens and the newest alone.
+    bool resident = true;
+  } fluxion;
 
   struct Hgca {
     int window_tokens = 512;  // blk_num * blk_size

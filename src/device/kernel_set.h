@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/bring_params.h"
+#include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
@@ -115,6 +116,16 @@ class KernelSet {
   virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params) = 0;
   virtual void MovingAverage(Stream& stream, const kernels::MovingAverageParams& params) = 0;
   virtual void CopyRows(Stream& stream, const kernels::CopyRowsParams& params) = 0;
+
+  // Fluxion (kernels/fluxion_params.h).
+  virtual void LevelDigests(Stream& stream, const kernels::LevelDigestsParams& params) = 0;
+  virtual void AnchorStatistics(Stream& stream, const kernels::AnchorStatisticsParams& params) = 0;
+  virtual void PredictBudgets(Stream& stream, const kernels::PredictBudgetsParams& params) = 0;
+  virtual void PlanRetrieval(Stream& stream, const kernels::PlanRetrievalParams& params) = 0;
+  virtual void LevelScores(Stream& stream, const kernels::LevelScoresParams& params) = 0;
+  virtual void SelectUnion(Stream& stream, const kernels::SelectUnionParams& params) = 0;
+  virtual void SegmentLists(Stream& stream, const kernels::SegmentListsParams& params) = 0;
+  virtual void DivideLists(Stream& stream, const kernels::DivideListsParams& params) = 0;
 
   // Latent attention and experts (kernels/latent_params.h).
   //

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "kernels/kernel_table.h"
+#include "src/attention/policies/fluxion/predictor.h"
 #include "src/attention/policy_factory.h"
 #include "src/attention/policy_profile.h"
 #include "src/base/logging.h"
@@ -180,6 +181,11 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   o.ess.overlap = OverlapOf(config.ess_overlap());
   o.ess.prefetch = static_cast<int>(config.ess_prefetch());
   o.ess.transfer_workers = static_cast<int>(config.ess_transfer_workers());
+  if (!config.fluxion_predictor().empty()) {
+    auto predictor = LoadFluxionPredictor(config.fluxion_predictor(), fingerprint);
+    if (!predictor.ok()) return WithMessagePrefix(predictor.status(), "fluxion_predictor");
+    o.fluxion.predictor = *std::move(predictor);
+  }
   if (config.policy_profile().empty()) return o;
   absl::StatusOr<PolicyProfile> read = ReadPolicyProfile(config.policy_profile());
   if (!read.ok()) return WithMessagePrefix(read.status(), "policy_profile");

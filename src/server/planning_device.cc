@@ -87,6 +87,14 @@ class NoKernels : public KernelSet {
   void SparseAttention(Stream&, const kernels::SparseAttentionParams&) override {}
   void MovingAverage(Stream&, const kernels::MovingAverageParams&) override {}
   void CopyRows(Stream&, const kernels::CopyRowsParams&) override {}
+  void LevelDigests(Stream&, const kernels::LevelDigestsParams&) override {}
+  void AnchorStatistics(Stream&, const kernels::AnchorStatisticsParams&) override {}
+  void PredictBudgets(Stream&, const kernels::PredictBudgetsParams&) override {}
+  void PlanRetrieval(Stream&, const kernels::PlanRetrievalParams&) override {}
+  void LevelScores(Stream&, const kernels::LevelScoresParams&) override {}
+  void SelectUnion(Stream&, const kernels::SelectUnionParams&) override {}
+  void SegmentLists(Stream&, const kernels::SegmentListsParams&) override {}
+  void DivideLists(Stream&, const kernels::DivideListsParams&) override {}
   void LatentAppend(Stream&, const kernels::LatentAppendParams&) override {}
   void IndexAppend(Stream&, const kernels::IndexAppendParams&) override {}
   void IndexQuery(Stream&, const kernels::IndexQueryParams&) override {}

@@ -5,8 +5,8 @@ from sluice.v1 import decode_pb2
 from support.metrics_text import Scrape, wait_for
 from support.nodes import BIN, DEVICE, SCALE, SLUICE, TIMEOUT_S, greedy, run, sluice_json, tokens_of
 
-# budget_tokens and its ring of two blocks of 32; budget_tokens and one block; the window; as scout.
-LIMITS = {"scout": 96 + 64, "recall": 96 + 32, "hgca": 96, "clo": 96 + 64, "full": 512}
+# budget_tokens and its ring of two blocks of 32; budget_tokens and one block; the window; as scout; budget_tokens and 384.
+LIMITS = {"scout": 96 + 64, "recall": 96 + 32, "hgca": 96, "clo": 96 + 64, "fluxion": 96 + 384, "full": 512}
 FLAGS = ["--budget-tokens", "96", "--hgca-window-tokens", "96", "--dense-layers", "1", "--block-tokens", "32",
          "--max-context", "512"]
 

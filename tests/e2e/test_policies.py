@@ -7,7 +7,7 @@ import pytest
 from support.nodes import (BIN, DEVICE, ENVIRONMENT, SLUICE, TIMEOUT_S, TINY, Node, matching_steps, run,
                            sluice_json)
 
-POLICIES = ["scout", "recall", "hgca", "clo"]
+POLICIES = ["scout", "recall", "hgca", "clo", "fluxion"]
 # Tokens may differ where the golden margin is no more than this (test_parity.py, tests/parity/parity_support.h).
 MARGIN = 0.15 if DEVICE == "cuda" else 0.1
 
@@ -53,6 +53,16 @@ def test_a_policy_that_never_preempts_refuses_overcommit(tiny_models, policy):
                "--overcommit", "2", "--listen", "127.0.0.1:0", "--admin-listen", "")
     assert done.returncode == 1, done.stderr
     assert f"overcommit: expected 1 with policy {policy}" in done.stderr
+
+
+def test_a_predictor_that_cannot_be_read_is_refused(tiny_models, tmp_path):
+    damaged = tmp_path / "damaged.predictor"
+    damaged.write_bytes(b"not a predictor")
+    for path, why in (("/no/such/file", "there is no such file"), (damaged, "not a predictor")):
+        done = run(BIN / "sluice-server", "--model", tiny_models("tiny-qwen3"), "--device", DEVICE, "--policy", "fluxion",
+                   "--fluxion-predictor", path, "--listen", "127.0.0.1:0", "--admin-listen", "")
+        assert done.returncode == 1, done.stderr
+        assert f"fluxion_predictor: {path}" in done.stderr and why in done.stderr, done.stderr
 
 
 def test_the_plan_has_every_policy(tiny_models):

@@ -27,7 +27,7 @@ void TestCopyRows(const KernelTable& table, Random& random) {
   for (const std::vector<Piece>& pieces : cases) {
     CopyRowsParams p{};
     std::vector<Guarded<unsigned char>> sources, targets, wants;
-    std::vector<Guarded<int32_t>> rows;
+    std::vector<Guarded<int32_t>> rows, words;
     for (const Piece& c : pieces) {
       const int64_t rows_there = std::max(2 * c.rows, 1);
       sources.emplace_back(c.misalignment + rows_there * c.source_pitch + c.row_bytes);
@@ -38,12 +38,18 @@ void TestCopyRows(const KernelTable& table, Random& random) {
       for (int32_t& row : rows.back()) {
         row = random() % 5 == 0 ? -1 : static_cast<int32_t>(random() % uint64_t(rows_there));
       }
+      words.emplace_back(c.rows);
+      for (int32_t& of_row : words.back()) {
+        of_row = static_cast<int32_t>(random() % static_cast<uint64_t>(c.row_bytes / 4 + 2));
+      }
+      const bool counts = random() % 2 == 0;
       for (int64_t r = 0; r < c.rows; ++r) {
         const int64_t from = c.indexed ? rows.back()[r] : r;
         if (from < 0) continue;
-        std::memcpy(wants.back().data() + c.misalignment + r * c.target_pitch,
-                    sources.back().data() + c.misalignment + from * c.source_pitch,
-                    static_cast<size_t>(c.row_bytes));
+        std::memcpy(
+            wants.back().data() + c.misalignment + r * c.target_pitch,
+            sources.back().data() + c.misalignment + from * c.source_pitch,
+            static_cast<size_t>(counts ? std::min(c.row_bytes, 4 * words.back()[r]) : c.row_bytes));
       }
       p.pieces[p.count++] = {sources.back().data() + c.misalignment,
                              targets.back().data() + c.misalignment,
@@ -51,7 +57,8 @@ void TestCopyRows(const KernelTable& table, Random& random) {
                              c.target_pitch,
                              c.indexed ? rows.back().data() : nullptr,
                              c.rows,
-                             c.row_bytes};
+                             c.row_bytes,
+                             counts ? words.back().data() : nullptr};
     }
     RunThreads(table.copy_rows, p, 3);
     for (size_t i = 0; i < pieces.size(); ++i) {

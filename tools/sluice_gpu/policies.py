@@ -176,6 +176,18 @@ def _figure10(name: str, context: int, batches: tuple[int, ...], model: str) -> 
               for batch in batches)]
 
 
+# Fluxion's baseline (blocks of 16, a twentieth of each head's tokens) as published but for digests in HBM, and with hot
+# blocks there too; then constant budgets with the same kernels whose volume (equation 3) is 3.1 times smaller at 32K,
+# as the paper's predictor implies. No predictor runs: these rows say what the engine does with such budgets.
+FLUXION = ("full", "fluxion-fixed", "fluxion-fixed:resident=1", "fluxion-fixed:block=64:fixed-share=0.0173",
+           "fluxion-fixed:block=64:fixed-share=0.0173:resident=1")
+
+
+def _fluxion(name: str, context: int, batch: int, policies: tuple[str, ...] = FLUXION) -> Run:
+    return Run(name, policies, (context,), model=LLAMA, batches=(batch,), given_batches=True, most=batch,
+               full_sequences=None, block_tokens=16, statistics=0, steps=8, distinct=1)
+
+
 BUDGETS = ("full", "scout", "scout:budget=1024", "recall-paper", "hgca-mean")
 
 
@@ -276,6 +288,9 @@ PARTS: dict[str, list[AnyRun]] = {
     "clo-figure10": [*_figure10("llama-8k", 8192, (4, 64), LLAMA), *_figure10("llama-32k", 32768, (1,), LLAMA),
                      *_figure10("qwen-8k", 8192, (32,), QWEN25)],
     "clo-qwen128k": _figure10("qwen-128k", 129024, (1,), QWEN25),
+    # Shapes of Fluxion's figure 7.
+    "fluxion": [_fluxion("llama-4x32k", 32768, 4), _fluxion("llama-16x32k", 32768, 16)],
+    "fluxion-long": [_fluxion("llama-4x128k", 129024, 4)],
     **LATENT_PARTS,
 }
 

@@ -58,7 +58,10 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t from = piece.source_rows != nullptr ? piece.source_rows[row] : row;
     if (from < 0) continue;
     const int begin = own % plan.row_items[i] * kItemBytes;
-    const int bytes = min(piece.row_bytes - begin, kItemBytes);
+    const int end =
+        piece.words != nullptr ? min(piece.row_bytes, 4 * piece.words[row]) : piece.row_bytes;
+    const int bytes = min(end - begin, kItemBytes);
+    if (bytes <= 0) continue;
     char* const target = static_cast<char*>(piece.target) + row * piece.target_pitch + begin;
     const char* const source =
         static_cast<const char*>(piece.source) + from * piece.source_pitch + begin;

@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/bring_params.h"
+#include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
@@ -81,6 +82,14 @@ cudaError_t LaunchSparseAttention(const SparseAttentionParams& params, cudaStrea
 cudaError_t LaunchMovingAverage(const MovingAverageParams& params, cudaStream_t stream);
 
 // Latent attention and experts (kernels/latent_params.h).
+cudaError_t LaunchLevelDigests(const LevelDigestsParams& params, cudaStream_t stream);
+cudaError_t LaunchAnchorStatistics(const AnchorStatisticsParams& params, cudaStream_t stream);
+cudaError_t LaunchPredictBudgets(const PredictBudgetsParams& params, cudaStream_t stream);
+cudaError_t LaunchPlanRetrieval(const PlanRetrievalParams& params, cudaStream_t stream);
+cudaError_t LaunchLevelScores(const LevelScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchSelectUnion(const SelectUnionParams& params, cudaStream_t stream);
+cudaError_t LaunchSegmentLists(const SegmentListsParams& params, cudaStream_t stream);
+cudaError_t LaunchDivideLists(const DivideListsParams& params, cudaStream_t stream);
 cudaError_t LaunchLatentAppend(const LatentAppendParams& params, cudaStream_t stream);
 cudaError_t LaunchIndexAppend(const IndexAppendParams& params, cudaStream_t stream);
 cudaError_t LaunchIndexQuery(const IndexQueryParams& params, cudaStream_t stream);

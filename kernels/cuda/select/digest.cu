@@ -12,6 +12,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/common/paged_rows.cuh"
+#include "kernels/cuda/select/least_largest.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -19,57 +20,6 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kBulkBlocks = 16;
 constexpr int kAtOnce = 8;
-
-// The elements in 16 bytes of a row: four floats, or four pairs of bf16. Least and largest are
-// exact (denormals too), and ignore NaNs.
-template <typename T>
-struct Piece;
-
-template <>
-struct Piece<float> {
-  static constexpr uint32_t kInfinity = 0x7f800000u, kMinusInfinity = 0xff800000u;
-  __device__ static uint32_t Least(uint32_t a, uint32_t b) {
-    return __float_as_uint(fminf(__uint_as_float(a), __uint_as_float(b)));
-  }
-  __device__ static uint32_t Largest(uint32_t a, uint32_t b) {
-    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
-  }
-};
-
-template <>
-struct Piece<__nv_bfloat16> {
-  static constexpr uint32_t kInfinity = 0x7f807f80u, kMinusInfinity = 0xff80ff80u;
-  __device__ static uint32_t Least(uint32_t a, uint32_t b) {
-    return Bits(__hmin2(Pair(a), Pair(b)));
-  }
-  __device__ static uint32_t Largest(uint32_t a, uint32_t b) {
-    return Bits(__hmax2(Pair(a), Pair(b)));
-  }
-
- private:
-  __device__ static __nv_bfloat162 Pair(uint32_t bits) {
-    return *reinterpret_cast<const __nv_bfloat162*>(&bits);
-  }
-  __device__ static uint32_t Bits(__nv_bfloat162 pair) {
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-};
-
-template <typename T>
-__device__ void KeepLeast(uint4& x, const uint4& y) {
-  x = {Piece<T>::Least(x.x, y.x), Piece<T>::Least(x.y, y.y), Piece<T>::Least(x.z, y.z),
-       Piece<T>::Least(x.w, y.w)};
-}
-template <typename T>
-__device__ void KeepLargest(uint4& x, const uint4& y) {
-  x = {Piece<T>::Largest(x.x, y.x), Piece<T>::Largest(x.y, y.y), Piece<T>::Largest(x.z, y.z),
-       Piece<T>::Largest(x.w, y.w)};
-}
-
-__device__ uint4 FromLane(const uint4& v, int lane) {
-  return {__shfl_sync(0xffffffffu, v.x, lane), __shfl_sync(0xffffffffu, v.y, lane),
-          __shfl_sync(0xffffffffu, v.z, lane), __shfl_sync(0xffffffffu, v.w, lane)};
-}
 
 // Writes the digest of `tokens` >= 1 keys from `keys` on to `out`. All 32 lanes call it.
 template <typename T>
@@ -83,8 +33,8 @@ __device__ void DigestBlock(const T* keys, int tokens, int dim, T* out) {
     const int keys_at_once = 32 / columns;
     const int column = lane % columns;
     uint4 least, largest;
-    least.x = least.y = least.z = least.w = Piece<T>::kInfinity;
-    largest.x = largest.y = largest.z = largest.w = Piece<T>::kMinusInfinity;
+    least.x = least.y = least.z = least.w = Word<T>::kInfinity;
+    largest.x = largest.y = largest.z = largest.w = Word<T>::kMinusInfinity;
     for (int begin = lane / columns; begin < tokens; begin += kAtOnce * keys_at_once) {
       uint4 v[kAtOnce];
 #pragma unroll

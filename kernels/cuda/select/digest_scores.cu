@@ -106,16 +106,6 @@ __device__ void PutQueries(const float* q, int heads, int dim, float scale, floa
   }
 }
 
-// Loads 16 bytes that this kernel reads once. The load is not .nc: an earlier kernel may write
-// them while this one waits.
-__device__ __forceinline__ uint4 LoadOnce(const unsigned char* from) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
-
 // A lane's part of 16 digest rows: rows lane / 4 and lane / 4 + 8, 16 bytes of each segment.
 template <int segments>
 struct DigestTile {
@@ -127,14 +117,14 @@ struct DigestTile {
                                        int tile) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int block = tile * kTileRows + lane / 4;
-    const auto* upper_row = reinterpret_cast<const unsigned char*>(
+    const auto* upper_row = reinterpret_cast<const uint4*>(
         RowAt<__nv_bfloat16>(digests, slot, min(block, units - 1), kv_head));
-    const auto* lower_row = reinterpret_cast<const unsigned char*>(
+    const auto* lower_row = reinterpret_cast<const uint4*>(
         RowAt<__nv_bfloat16>(digests, slot, min(block + 8, units - 1), kv_head));
 #pragma unroll
     for (int j = 0; j < segments; ++j) {
-      upper[j] = LoadOnce(upper_row + j * 64 + lane % 4 * 16);
-      lower[j] = LoadOnce(lower_row + j * 64 + lane % 4 * 16);
+      upper[j] = LoadOnce(upper_row + j * 4 + lane % 4);
+      lower[j] = LoadOnce(lower_row + j * 4 + lane % 4);
     }
   }
 

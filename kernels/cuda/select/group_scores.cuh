@@ -23,6 +23,16 @@
 
 namespace sluice::kernels::cuda {
 
+// Loads 16 bytes that this kernel reads once. The load is not .nc: an earlier kernel may write
+// them while this one waits.
+__device__ __forceinline__ uint4 LoadOnce(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
 inline constexpr int kScoreWarps = 4;
 inline constexpr int kScoreParts = 8;  // blocks that share a list; for a softmax, a cluster
 inline constexpr int kMaxScoreRowDim = 512;

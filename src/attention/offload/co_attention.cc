@@ -51,9 +51,9 @@ class CoAttentionImpl : public CoAttention {
     const int32_t width = options_.heads * options_.head_dim;
     kernels::CopyRowsParams post{};
     const auto piece = [&post](const void* source, int64_t source_pitch, void* target, int32_t rows,
-                               int64_t bytes) {
+                               int64_t bytes, const int32_t* words = nullptr) {
       post.pieces[post.count++] = {
-          source, target, source_pitch, bytes, nullptr, rows, static_cast<int32_t>(bytes)};
+          source, target, source_pitch, bytes, nullptr, rows, static_cast<int32_t>(bytes), words};
     };
     constexpr auto kWord = static_cast<int64_t>(sizeof(int32_t));
     piece(queries.q, queries.stride * kWord, to.q, queries.rows, width * kWord);
@@ -62,10 +62,10 @@ class CoAttentionImpl : public CoAttention {
     piece(queries.positions, 0, to.positions, 1, queries.rows * kWord);
     if (options_.source == nullptr) {
       SLUICE_CHECK(lists.capacity == options_.capacity);
-      const int64_t count = int64_t{queries.rows} * options_.kv_heads;
+      const int32_t count = queries.rows * options_.kv_heads;
       piece(lists.counts, 0, to.lists.counts, 1, count * kWord);
-      // Copies all of each list: only the device knows how many units count.
-      piece(lists.units, 0, to.lists.units, 1, count * lists.capacity * kWord);
+      const int64_t of_list = lists.capacity * kWord;
+      piece(lists.units, of_list, to.lists.units, count, of_list, lists.counts);
     }
     options_.device->kernels().CopyRows(stream, post);
     workers_->Raise(stream, channel);

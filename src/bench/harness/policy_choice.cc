@@ -88,6 +88,13 @@ constexpr Preset kPresets[] = {
        SelectEachStepInHbm(o);
        SelectAsPublished(o);
      }},
+    {"fluxion", "fluxion", [](PolicyOptions&) {}},
+    {"fluxion-hbm-digests", "fluxion", [](PolicyOptions& o) { o.fluxion.resident = false; }},
+    {"fluxion-fixed", "fluxion",
+     [](PolicyOptions& o) {
+       o.fluxion.resident = false;
+       o.fluxion.fixed_block = 16;
+     }},
     {"hgca", "hgca", [](PolicyOptions&) {}},
     {kMeanSelection, "hgca", [](PolicyOptions&) {}},
     {"oracle", "oracle", [](PolicyOptions&) {}},
@@ -185,6 +192,14 @@ constexpr Setting kSettings[] = {
      }},
     {"mover-workers", "clo", true,
      [](PolicyOptions& o, double value) { o.clo.mover_workers = static_cast<int>(value); }},
+    {"block", "fluxion", true,
+     [](PolicyOptions& o, double value) { o.fluxion.fixed_block = static_cast<int>(value); }},
+    {"fixed-share", "fluxion", false,
+     [](PolicyOptions& o, double value) { o.fluxion.fixed_share = value; }},
+    {"device-share", "fluxion", false,
+     [](PolicyOptions& o, double value) { o.fluxion.device_share = value; }},
+    {"resident", "fluxion", false,
+     [](PolicyOptions& o, double value) { o.fluxion.resident = value != 0; }},
     {"share", "scout", false,
      [](PolicyOptions& o, double value) { o.scout.share_limit = static_cast<float>(value); }},
     {"interval", "scout", true,

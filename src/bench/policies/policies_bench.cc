@@ -13,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "src/attention/policies/fluxion/predictor.h"
 #include "src/attention/policy_profile.h"
 #include "src/base/logging.h"
 #include "src/base/rng.h"
@@ -142,6 +143,11 @@ class PoliciesBench {
                               ReadPolicyProfile(options_.policy_profile));
       SLUICE_RETURN_IF_ERROR(ApplyPolicyProfile(profile, model_->fingerprint(),
                                                 model_->cache_layout(), &world_.options));
+    }
+    if (!options_.fluxion_predictor.empty()) {
+      SLUICE_ASSIGN_OR_RETURN(
+          world_.options.fluxion.predictor,
+          LoadFluxionPredictor(options_.fluxion_predictor, model_->fingerprint()));
     }
     clock_.Pause();
     return absl::OkStatus();

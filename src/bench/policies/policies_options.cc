@@ -39,7 +39,8 @@ Some policies are set by this bench alone, and the server does not offer them: o
 attention weights, oracle-digest by block digests, ends takes the first and the newest blocks, random takes
 random ones; offload-naive fetches every selected entry in every step. Three select by clo's hash codes in every
 step: lru keeps 30 % of a sequence in HBM, hata all of it, and clo-fetch-all nothing; hata-paper and clo-paper have the
-codes and the scores that HATA published. The names scout-*, clo-paper,
+codes and the scores that HATA published. fluxion-fixed reads a twentieth of each head's tokens in blocks of 16, and
+fluxion-hbm-digests has no hot blocks in HBM. The names scout-*, clo-paper,
 recall-fetch-all and ess-* are policies without one of their ideas. hgca-mean is hgca with the beta for which the CPU attends, on
 average, to as many tokens as the budget leaves beside the window.
 A policy's name may be followed by settings, as in recall:budget=20%, hgca:beta=0.5:window=1024 or
@@ -70,6 +71,10 @@ scout:interval=8. These settings exist in this bench alone:
   replace=1            (clo) a head that misses fetches all that it selects, as published
   mover=1              (clo) CPU workers gather K and V for the link; 0: the device reads them itself
   mover-workers=N      (clo) so many CPU workers gather, in two groups; 4 without it
+  block=N              (fluxion) every query head reads blocks of N tokens, whatever the predictor says
+  fixed-share=X        (fluxion) how much each then reads of what is not in HBM
+  device-share=X       (fluxion) how much of that the device reads over the link; the CPU reads the others
+  resident=0           (fluxion) no block has a place in HBM for being selected often
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
 
 --traffic times every step of sequences that do not march alike. steady: all have the longest of --contexts.
@@ -209,6 +214,11 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
                 &o->dense_layers);
   flags.Text("policy-profile", "FILE", "this model's profile, from sluice-profile",
              &o->policy_profile);
+  flags.Text(
+      "fluxion-predictor", "FILE",
+      "this model's predictor, from sluice-profile fluxion train; without it, policy fluxion "
+      "reads everything",
+      &o->fluxion_predictor);
   flags.Text("texts", "FILE", "texts as tokens (tools/sluice texts); without it, random tokens",
              &o->texts);
   flags.Integer("seed", "seed of random tokens and of the workload", 1, 1 << 30, &o->seed);

@@ -17,7 +17,8 @@ namespace sluice::bench {
 struct PoliciesBenchOptions {
   std::string device = "cpu", model, kernels = "auto", policies = "full,scout,recall,hgca,oracle";
   std::string auto_quality = "fast";  // What policy auto may take.
-  std::string policy_profile, texts, json, out, hbm_bytes = "256MiB", dram_bytes = "2GiB";
+  std::string policy_profile, fluxion_predictor, texts, json, out, hbm_bytes = "256MiB",
+                                                                   dram_bytes = "2GiB";
   bool dummy = false, quality = false, topic_drift = false, no_recall = false, largest = true,
        trace = true;
   TopicDrift drift;

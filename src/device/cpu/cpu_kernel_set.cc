@@ -153,6 +153,30 @@ class CpuKernelSet : public KernelSet {
   void MovingAverage(Stream& s, const kernels::MovingAverageParams& p) override {
     Launch(s, "moving_average", table_.moving_average, p, kAnyLength);
   }
+  void LevelDigests(Stream& s, const kernels::LevelDigestsParams& p) override {
+    Launch(s, "level_digests", table_.level_digests, p, kAnyLength);
+  }
+  void AnchorStatistics(Stream& s, const kernels::AnchorStatisticsParams& p) override {
+    Launch(s, "anchor_statistics", table_.anchor_statistics, p, kAnyLength);
+  }
+  void PredictBudgets(Stream& s, const kernels::PredictBudgetsParams& p) override {
+    Launch(s, "predict_budgets", table_.predict_budgets, p, kAnyLength);
+  }
+  void PlanRetrieval(Stream& s, const kernels::PlanRetrievalParams& p) override {
+    Launch(s, "plan_retrieval", table_.plan_retrieval, p, kAnyLength);
+  }
+  void LevelScores(Stream& s, const kernels::LevelScoresParams& p) override {
+    Launch(s, "level_scores", table_.level_scores, p, kAnyLength);
+  }
+  void SelectUnion(Stream& s, const kernels::SelectUnionParams& p) override {
+    Launch(s, "select_union", table_.select_union, p, kAnyLength);
+  }
+  void SegmentLists(Stream& s, const kernels::SegmentListsParams& p) override {
+    Launch(s, "segment_lists", table_.segment_lists, p, kAnyLength);
+  }
+  void DivideLists(Stream& s, const kernels::DivideListsParams& p) override {
+    Launch(s, "divide_lists", table_.divide_lists, p, kAnyLength);
+  }
   void CopyRows(Stream& s, const kernels::CopyRowsParams& p) override {
     int64_t words = 0;
     for (int32_t i = 0; i < p.count; ++i) {

@@ -153,6 +153,30 @@ class CudaKernelSet : public KernelSet {
   void CopyRows(Stream& s, const kernels::CopyRowsParams& p) override {
     Launch(s, cuda::LaunchCopyRows, p, "copies of rows");
   }
+  void LevelDigests(Stream& s, const kernels::LevelDigestsParams& p) override {
+    Launch(s, cuda::LaunchLevelDigests, p, "digests of levels");
+  }
+  void AnchorStatistics(Stream& s, const kernels::AnchorStatisticsParams& p) override {
+    Launch(s, cuda::LaunchAnchorStatistics, p, "statistics of anchors");
+  }
+  void PredictBudgets(Stream& s, const kernels::PredictBudgetsParams& p) override {
+    Launch(s, cuda::LaunchPredictBudgets, p, "a prediction of budgets");
+  }
+  void PlanRetrieval(Stream& s, const kernels::PlanRetrievalParams& p) override {
+    Launch(s, cuda::LaunchPlanRetrieval, p, "a plan of retrieval");
+  }
+  void LevelScores(Stream& s, const kernels::LevelScoresParams& p) override {
+    Launch(s, cuda::LaunchLevelScores, p, "scores of levels");
+  }
+  void SelectUnion(Stream& s, const kernels::SelectUnionParams& p) override {
+    Launch(s, cuda::LaunchSelectUnion, p, "a selection of unions");
+  }
+  void SegmentLists(Stream& s, const kernels::SegmentListsParams& p) override {
+    Launch(s, cuda::LaunchSegmentLists, p, "lists of segments");
+  }
+  void DivideLists(Stream& s, const kernels::DivideListsParams& p) override {
+    Launch(s, cuda::LaunchDivideLists, p, "a division of lists");
+  }
 
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                 int64_t capacity) const override {

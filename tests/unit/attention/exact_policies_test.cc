@@ -37,6 +37,9 @@ int64_t LimitOf(const PolicyOptions& options, int block_tokens) {
   if (options.name == "scout") return budget + 2 * block_tokens;
   if (options.name == "recall") return budget + block_tokens;
   if (options.name == "hgca") return options.hgca.window_tokens;
+  if (options.name == "fluxion") {
+    return (options.budget_tokens + block_tokens - 1) / block_tokens * block_tokens + 384;
+  }
   if (options.name == "clo") {  // its budget is rounded up to whole blocks
     return (options.budget_tokens + block_tokens - 1) / block_tokens * block_tokens + 64;
   }
@@ -135,7 +138,7 @@ int RunSequences(PolicyRig& rig, AttentionPolicy& policy, const PolicyOptions& o
 
 void CheckExactWhileItFits(const PolicyRig::Shape& of) {
   SplitMix64 random(TestSeed());
-  for (const char* name : {"scout", "recall", "hgca", "oracle", "clo"}) {
+  for (const char* name : {"scout", "recall", "hgca", "oracle", "clo", "fluxion"}) {
     int past = 0;
     for (int trial = 0; trial < kTrials; ++trial) {
       PolicyRig::Shape shape = of;
@@ -150,6 +153,7 @@ void CheckExactWhileItFits(const PolicyRig::Shape& of) {
         options.budget_tokens += 68;  // its ring and first tokens
         options.clo.persistent_share = 0.5 * trial / kTrials;
       }
+      if (options.name == "fluxion") options.budget_tokens += 64;  // its first tokens
       options.dense_layers = trial % 3;
       options.workers = 1 + Below(random, 2);
       options.hgca.window_tokens = (1 + Below(random, 4)) * shape.block_tokens;

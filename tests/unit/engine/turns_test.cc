@@ -69,7 +69,7 @@ std::vector<int32_t> Joined(std::initializer_list<std::vector<int32_t>> parts) {
 }
 
 TEST_CASE("turns of a kept sequence give what one prompt of all of them gives") {
-  for (const char* policy : {"full", "oracle", "scout", "recall", "hgca", "clo"}) {
+  for (const char* policy : {"full", "oracle", "scout", "recall", "hgca", "clo", "fluxion"}) {
     INFO(policy);
     Node node(Options(policy));
     const std::vector<int32_t> first = Tokens(150, 1), second = Tokens(40, 2), third = Tokens(1, 3);

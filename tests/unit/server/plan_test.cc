@@ -118,7 +118,7 @@ TEST_CASE("the plan asks for what a node asks for") {
   CHECK(plan->max_context == 700);
   CHECK(plan->layout.layers == (*model)->cache_layout().layers);
   // Every policy but full has its own footprint: sparse ones take less HBM for long contexts.
-  REQUIRE(plan->policies.size() == 4);
+  REQUIRE(plan->policies.size() == 5);
   for (const PlanInput::Policy& policy : plan->policies) {
     INFO(policy.name << ": " << policy.status);
     CHECK(policy.status.ok());

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "kernels/hash_params.h"
+#include "src/attention/offload/first_queries.h"
 #include "src/attention/offload/offload_policy.h"
 #include "src/attention/offload/token_fetch.h"
 #include "src/attention/policies/clo/clo_options.h"
-#include "src/attention/policies/clo/first_labels.h"
 #include "src/attention/policies/clo/hash_matrix.h"
 #include "src/attention/policies/clo/head_thresholds.h"
 #include "src/base/status_macros.h"
@@ -181,7 +181,7 @@ class CloPolicy : public OffloadPolicy {
 
   CloPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
             const HashShape& hash, std::unique_ptr<TokenFetch> fetch,
-            std::unique_ptr<TokenFetch> first_fetch, std::unique_ptr<FirstLabels> first_labels,
+            std::unique_ptr<TokenFetch> first_fetch, std::unique_ptr<FirstQueries> first_labels,
             Tables tables)
       : OffloadPolicy(options, std::move(tier), std::move(written)),
         hash_(hash),
@@ -327,7 +327,7 @@ class CloPolicy : public OffloadPolicy {
   const std::vector<Heads> heads_;  // by layer
   const std::unique_ptr<TokenFetch> fetch_;
   const std::unique_ptr<TokenFetch> first_fetch_;  // of one row; its counters are not read
-  const std::unique_ptr<FirstLabels> first_labels_;
+  const std::unique_ptr<FirstQueries> first_labels_;
   const Tables tables_;
 };
 
@@ -434,7 +434,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyO
   of_steps.mover_workers = options.clo.mover_workers;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<TokenFetch> fetch,
                           TokenFetch::Create(options, tier.get(), of_steps));
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<FirstLabels> first_labels, FirstLabels::Create(options));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<FirstQueries> first_labels,
+                          FirstQueries::Create(options));
   SLUICE_ASSIGN_OR_RETURN(Tables tables, NewTables(options, hash, tier_options.persistent));
   return std::unique_ptr<AttentionPolicy>(
       new CloPolicy(options, std::move(tier), std::move(written), hash, std::move(fetch),

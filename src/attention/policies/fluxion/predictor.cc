@@ -263,4 +263,13 @@ absl::Status CheckFluxionPredictor(const FluxionPredictor& predictor,
                    ": train a predictor for this model with sluice-profile"));
 }
 
+absl::StatusOr<std::shared_ptr<const FluxionPredictor>> LoadFluxionPredictor(
+    const std::string& path, const std::string& model_fingerprint) {
+  SLUICE_ASSIGN_OR_RETURN(FluxionPredictor read, ReadFluxionPredictor(path));
+  if (!model_fingerprint.empty()) {
+    SLUICE_RETURN_IF_ERROR(CheckFluxionPredictor(read, model_fingerprint));
+  }
+  return std::make_shared<const FluxionPredictor>(std::move(read));
+}
+
 }  // namespace sluice

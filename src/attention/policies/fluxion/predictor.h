@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -74,5 +75,10 @@ absl::StatusOr<FluxionPredictor> ReadFluxionPredictor(const std::string& path);
 // FAILED_PRECONDITION: the predictor was trained for another model.
 absl::Status CheckFluxionPredictor(const FluxionPredictor& predictor,
                                    const std::string& model_fingerprint);
+
+// Reads the file and checks that its predictor is for this model; an empty fingerprint is any
+// model. Errors are those of ReadFluxionPredictor and CheckFluxionPredictor.
+absl::StatusOr<std::shared_ptr<const FluxionPredictor>> LoadFluxionPredictor(
+    const std::string& path, const std::string& model_fingerprint);
 
 }  // namespace sluice

@@ -9,26 +9,18 @@
 #include "src/device/kernel_set.h"
 
 namespace sluice {
-namespace {
-
-// A recall may take a whole step, so it leaves the processors to the model (TransferParams).
-constexpr int32_t kRecallWorkers = 4;
-
-}  // namespace
 
 absl::StatusOr<BlockSelection> BlockSelection::Create(const PolicyOptions& options,
                                                       const ScoutShape& shape, int rows,
                                                       const OffloadTier& tier) {
-  BlockSelection made(options, shape, tier);
+  SLUICE_ASSIGN_OR_RETURN(BlockRecall recall, BlockRecall::Create(tier, rows, shape.budget_blocks));
+  BlockSelection made(options, shape, tier, std::move(recall));
   const int64_t lists = int64_t{rows} * shape.kv_heads;
   const std::pair<Buffer*, int64_t> sizes[] = {{&made.scores_, lists * shape.most_blocks},
                                                {&made.shortlist_, lists * shape.shortlist_blocks},
                                                {&made.shortlist_counts_, lists},
                                                {&made.selected_, lists * shape.budget_blocks},
-                                               {&made.selected_counts_, lists},
-                                               {&made.sources_, lists * shape.budget_blocks},
-                                               {&made.targets_, lists * shape.budget_blocks},
-                                               {&made.move_counts_, lists}};
+                                               {&made.selected_counts_, lists}};
   const BufferAllocator allocator(options.device, "the selection of blocks");
   for (const auto& [buffer, words] : sizes) {
     SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, buffer));
@@ -115,42 +107,6 @@ void BlockSelection::Refine(Stream& stream, int layer, const KvAttention::Querie
   refine.reduction = reduction_;
   SelectBest(stream, queries, shape_.least_shortlist, shape_.shortlist_blocks, refine.units);
   device_->kernels().RefineScores(stream, refine);
-}
-
-void BlockSelection::Fetch(Stream& stream, int layer, const KvAttention::Queries& queries,
-                           const kernels::UnitLists& missing, const int32_t* due,
-                           kernels::SparseCounters* counters) const {
-  KernelSet& kernels = device_->kernels();
-  kernels::RecallParams recall{};
-  recall.residency = tier_->Residency(layer);
-  recall.slots = queries.slots;
-  recall.positions = queries.positions;
-  recall.missing = missing;
-  recall.due = due;
-  recall.home = tier_->Home(layer);
-  recall.resident = tier_->Places(layer);
-  recall.source_units = sources_.as<int32_t>();
-  recall.target_units = targets_.as<int32_t>();
-  recall.move_counts = move_counts_.as<int32_t>();
-  recall.counters = counters;
-  recall.rows = queries.rows;
-  recall.kv_heads = shape_.kv_heads;
-  recall.unit_tokens = shape_.block_tokens;
-  kernels.Recall(stream, recall);
-
-  const int64_t block_bytes = recall.home.page_bytes / shape_.kv_heads;
-  kernels::TransferParams move{};
-  move.source = recall.home.base;
-  move.target = recall.resident.base;
-  move.source_pitch = move.target_pitch = block_bytes;
-  move.unit_bytes = static_cast<int32_t>(block_bytes);
-  move.source_units = recall.source_units;
-  move.target_units = recall.target_units;
-  move.counts = recall.move_counts;
-  move.lists = queries.rows * shape_.kv_heads;
-  move.capacity = missing.capacity;
-  move.max_workers = kRecallWorkers;
-  kernels.Transfer(stream, move);
 }
 
 }  // namespace sluice

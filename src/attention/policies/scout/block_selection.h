@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "kernels/sparse_params.h"
 #include "src/attention/attention_policy.h"
+#include "src/attention/offload/block_recall.h"
 #include "src/attention/offload/offload_tier.h"
 #include "src/attention/policy_options.h"
 #include "src/device/device.h"
@@ -67,21 +69,23 @@ class BlockSelection {
   kernels::UnitLists Choose(Stream& stream, int layer, const KvAttention::Queries& queries,
                             const Split& split) const;
 
-  // Section 3.4: gives the missing blocks of the due rows (`due` null: of every row) places in HBM
-  // and copies them there. The tables change at once, so whoever reads them next must come after
-  // this on the stream.
+  // Section 3.4: fetches the missing blocks of the due rows, as BlockRecall says.
   void Fetch(Stream& stream, int layer, const KvAttention::Queries& queries,
              const kernels::UnitLists& missing, const int32_t* due,
-             kernels::SparseCounters* counters) const;
+             kernels::SparseCounters* counters) const {
+    recall_.Fetch(stream, layer, queries, missing, due, counters);
+  }
 
  private:
-  BlockSelection(const PolicyOptions& options, const ScoutShape& shape, const OffloadTier& tier)
+  BlockSelection(const PolicyOptions& options, const ScoutShape& shape, const OffloadTier& tier,
+                 BlockRecall recall)
       : reduction_(options.reduction),
         narrowed_(options.scout.narrowed),
         whole_(options.scout.attend_whole),
         shape_(shape),
         device_(options.device),
-        tier_(&tier) {}
+        tier_(&tier),
+        recall_(std::move(recall)) {}
 
   // Selects the `k` blocks with the highest of `scores_`, more of short rows
   // (kernels::TopKParams::short_k).
@@ -96,10 +100,10 @@ class BlockSelection {
   ScoutShape shape_;
   Device* device_;
   const OffloadTier* tier_;
-  Buffer scores_;                           // float [lists][most_blocks]
-  Buffer shortlist_, shortlist_counts_;     // int32 [lists][shortlist_blocks], [lists]
-  Buffer selected_, selected_counts_;       // int32 [lists][budget_blocks], [lists]
-  Buffer sources_, targets_, move_counts_;  // int32 [lists][budget_blocks] twice, [lists]
+  BlockRecall recall_;
+  Buffer scores_;                        // float [lists][most_blocks]
+  Buffer shortlist_, shortlist_counts_;  // int32 [lists][shortlist_blocks], [lists]
+  Buffer selected_, selected_counts_;    // int32 [lists][budget_blocks], [lists]
 };
 
 }  // namespace sluice

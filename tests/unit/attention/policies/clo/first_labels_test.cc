@@ -1,4 +1,4 @@
-#include "src/attention/policies/clo/first_labels.h"
+#include "src/attention/policies/clo/clo_policy.h"
 
 #include <catch2/catch.hpp>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "src/attention/policies/clo/first_labels.h"
+#include "src/attention/offload/first_queries.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace sluice {
 
-FirstLabels::FirstLabels(const PolicyOptions& options)
+FirstQueries::FirstQueries(const PolicyOptions& options)
     : layers_(options.hbm->layout().layers),
       heads_(options.heads),
       kv_heads_(options.hbm->layout().kinds[0].heads),
@@ -16,21 +16,21 @@ FirstLabels::FirstLabels(const PolicyOptions& options)
                 SizeOf(options.hbm->layout().kinds[0].element_type)),
       from_(static_cast<size_t>(options.slots), From::kNone) {}
 
-absl::StatusOr<std::unique_ptr<FirstLabels>> FirstLabels::Create(const PolicyOptions& options) {
-  auto made = std::unique_ptr<FirstLabels>(new FirstLabels(options));
+absl::StatusOr<std::unique_ptr<FirstQueries>> FirstQueries::Create(const PolicyOptions& options) {
+  auto made = std::unique_ptr<FirstQueries>(new FirstQueries(options));
   SLUICE_ASSIGN_OR_RETURN(
       made->prompts_,
       PromptQueries::Create({options.device, static_cast<int>(made->layers_), options.slots,
                              options.heads, static_cast<int>(made->head_dim_)}));
-  const BufferAllocator labels(options.device, "first labels of clo");
-  SLUICE_RETURN_IF_ERROR(labels.Words(
+  const BufferAllocator allocator(options.device, "the queries of prompts");
+  SLUICE_RETURN_IF_ERROR(allocator.Words(
       MemoryKind::kPinned, options.slots * made->layers_ * made->layer_values(), &made->hinted_));
   SLUICE_RETURN_IF_ERROR(
-      labels.Words(MemoryKind::kPinned, options.slots * made->kv_heads_, &made->positions_));
+      allocator.Words(MemoryKind::kPinned, options.slots * made->kv_heads_, &made->positions_));
   return made;
 }
 
-void FirstLabels::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
+void FirstQueries::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
   From& from = from_[static_cast<size_t>(slot)];
   from = From::kNone;
   const int64_t values = layers_ * layer_values();
@@ -46,12 +46,13 @@ void FirstLabels::EndPrompt(int slot, int64_t tokens, const SelectionHints& hint
               from == From::kNone ? -1 : static_cast<int32_t>(tokens - 1));
 }
 
-void FirstLabels::Put(Stream& stream, int layer, int slot, int32_t* labelled) const {
+void FirstQueries::Put(Stream& stream, int layer, int slot, int32_t* labelled) const {
   if (from_[static_cast<size_t>(slot)] == From::kHints) {
     stream.Copy(of(layer) + slot * layer_values(),
                 hinted_.as<float>() + (slot * layers_ + layer) * layer_values(),
                 static_cast<size_t>(layer_values()) * sizeof(float));
   }
+  if (labelled == nullptr) return;
   stream.Copy(labelled, positions_.as<int32_t>() + slot * kv_heads_,
               static_cast<size_t>(kv_heads_) * sizeof(int32_t));
 }

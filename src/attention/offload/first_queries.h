@@ -1,8 +1,6 @@
-// The labels with which sequences begin: the queries of their prompts' last rows. A sequence that
-// has them begins with what these queries select in HBM, so that its first decode row finds most of
-// what it looks for. They are known where the last row of the prompt was computed on this node, as
-// the rows of a second turn are, or where the prefill node's hints have them. Without them the
-// first decode row selects in every head.
+// The queries of prompts' last rows, from which a policy learns what a sequence will look for
+// before its first decode row. They are known where the last row of the prompt was computed on this
+// node, as the rows of a second turn are, or where the prefill node's hints have them.
 #pragma once
 
 #include <cstdint>
@@ -17,30 +15,31 @@
 namespace sluice {
 
 // Only the engine's thread may call it.
-class FirstLabels {
+class FirstQueries {
  public:
-  // RESOURCE_EXHAUSTED: there is no memory for the labels.
-  static absl::StatusOr<std::unique_ptr<FirstLabels>> Create(const PolicyOptions& options);
+  // RESOURCE_EXHAUSTED: there is no memory for the queries.
+  static absl::StatusOr<std::unique_ptr<FirstQueries>> Create(const PolicyOptions& options);
 
-  // Collects the queries of prompt rows, and keeps them where the labels are.
+  // Collects the queries of prompt rows, and keeps them where of() says.
   PromptQueries& prompts() { return *prompts_; }
-  // Returns the labels of a layer in device memory, [slots][heads][head_dim].
+  // Returns the queries of a layer in device memory, [slots][heads][head_dim].
   float* of(int layer) const { return prompts_->Of(layer, 0, 0); }
 
   // Ends the slot's prompt of `tokens` tokens. Queries that were computed here go before those of
   // `hints`, which do not count if one of them is not finite. REQUIRES: no warm-up of the slot is
   // under way.
   void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints);
-  // Returns whether the slot's sequence begins with labels.
+  // Returns whether the queries of the slot's prompt are known.
   bool Has(int slot) const { return from_[static_cast<size_t>(slot)] != From::kNone; }
-  // Enqueues the slot's labels of a layer, where they come from hints, and to `labelled`
-  // [kv_heads] the position whose queries they are, or -1 where it has none.
+  // Enqueues that the slot's queries of a layer lie where of() says, if they come from hints. If
+  // `labelled` [kv_heads] is not null, the position whose queries they are goes there, or -1 if
+  // none are known.
   void Put(Stream& stream, int layer, int slot, int32_t* labelled) const;
 
  private:
   enum class From : uint8_t { kNone, kPrompt, kHints };
 
-  explicit FirstLabels(const PolicyOptions& options);
+  explicit FirstQueries(const PolicyOptions& options);
   int64_t layer_values() const { return heads_ * head_dim_; }
 
   const int64_t layers_, heads_, kv_heads_, head_dim_;

@@ -1,0 +1,89 @@
+#include "src/attention/policies/fluxion/fluxion_options.h"
+
+#include <algorithm>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/policies/fluxion/predictor.h"
+#include "src/base/status_macros.h"
+
+namespace sluice {
+namespace {
+
+// GB/s of host memory that the device reads over a PCIe 5 link, and that one worker reads
+// (README.md).
+constexpr double kLinkRate = 48, kWorkerRate = 7;
+
+absl::Status OutOfRange(const PolicyOptions& options, const char* field,
+                        const std::string& expected, double found) {
+  return absl::InvalidArgumentError(
+      absl::StrCat(field, ": policy ", options.name, " expected ", expected, ", found ", found));
+}
+
+int32_t HeadDim(const CacheKind& kv) {
+  return static_cast<int32_t>(kv.part_bytes[0] / SizeOf(kv.element_type));
+}
+
+}  // namespace
+
+absl::Status CheckFluxionOptions(const PolicyOptions& options) {
+  const CacheKind& kv = options.hbm->layout().kinds[0];
+  const PolicyOptions::Fluxion& fluxion = options.fluxion;
+  if (kv.block_tokens != 16 && kv.block_tokens != 32 && kv.block_tokens != 64) {
+    return OutOfRange(options, "block_tokens", "16, 32 or 64", kv.block_tokens);
+  }
+  if (options.budget_tokens < kernels::kFluxionSinkTokens) {
+    return OutOfRange(options, "budget_tokens",
+                      absl::StrCat("at least ", kernels::kFluxionSinkTokens,
+                                   ", the first tokens, which always lie in HBM"),
+                      options.budget_tokens);
+  }
+  if (fluxion.device_share > 1) {
+    return OutOfRange(options, "fluxion_device_share", "at most 1", fluxion.device_share);
+  }
+  if (fluxion.fixed_block != 0 && (fluxion.fixed_block < kv.block_tokens ||
+                                   fluxion.fixed_block > kernels::kFluxionLargestBlock ||
+                                   fluxion.fixed_block % kv.block_tokens != 0 ||
+                                   (fluxion.fixed_block & (fluxion.fixed_block - 1)) != 0)) {
+    return OutOfRange(options, "fluxion_fixed_block",
+                      absl::StrCat("0, or a power of two from block_tokens (", kv.block_tokens,
+                                   ") to ", kernels::kFluxionLargestBlock),
+                      fluxion.fixed_block);
+  }
+  if (!(fluxion.fixed_share >= 0 && fluxion.fixed_share <= 1)) {
+    return OutOfRange(options, "fluxion_fixed_share", "0 to 1", fluxion.fixed_share);
+  }
+  if (fluxion.predictor == nullptr) return absl::OkStatus();
+  return ValidFluxionPredictor(*fluxion.predictor, "fluxion_predictor");
+}
+
+FluxionShape FluxionShapeOf(const PolicyOptions& options, int rows) {
+  const CacheLayout& layout = options.hbm->layout();
+  const CacheKind& kv = layout.kinds[0];
+  FluxionShape shape;
+  shape.layers = layout.layers;
+  shape.dense_layers = std::min(options.dense_layers, layout.layers);
+  shape.slots = options.slots;
+  shape.rows = rows;
+  shape.heads = options.heads;
+  shape.kv_heads = kv.heads;
+  shape.head_dim = HeadDim(kv);
+  shape.unit_tokens = kv.block_tokens;
+  while (kernels::LevelTokens(shape.first_level) < kv.block_tokens) ++shape.first_level;
+  shape.most_units = static_cast<int32_t>(kv.BlocksFor(options.max_context));
+  shape.sink_units = kernels::kFluxionSinkTokens / kv.block_tokens;
+  shape.ring_units =
+      (kernels::kFluxionLocalTokens + kernels::kFluxionLargestBlock) / kv.block_tokens;
+  const auto budget = static_cast<int32_t>(kv.BlocksFor(options.budget_tokens));
+  const int32_t hot = options.fluxion.resident ? budget : shape.sink_units;
+  shape.resident_units =
+      shape.ring_units + std::max(std::min(hot, shape.most_units), shape.sink_units);
+  return shape;
+}
+
+float FluxionDeviceShare(const PolicyOptions& options) {
+  if (options.fluxion.device_share >= 0) return static_cast<float>(options.fluxion.device_share);
+  return static_cast<float>(kLinkRate / (kLinkRate + kWorkerRate * options.workers));
+}
+
+}  // namespace sluice

@@ -1,0 +1,356 @@
+#include "src/attention/policies/fluxion/fluxion_policy.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/offload/block_recall.h"
+#include "src/attention/offload/co_attention.h"
+#include "src/attention/offload/decode_attention.h"
+#include "src/attention/offload/selection_counters.h"
+#include "src/attention/policies/fluxion/block_retrieval.h"
+#include "src/attention/policies/fluxion/fluxion_options.h"
+#include "src/attention/policies/fluxion/head_budgets.h"
+#include "src/base/status_macros.h"
+#include "src/device/allocation.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+namespace {
+
+// The parts of a row's attention, by who computes them: the device from HBM, the device over the
+// link, and the workers.
+constexpr int kParts = 3;
+constexpr int kInHbm = 0, kOverLink = 1, kByWorkers = 2;
+
+struct Scratch {
+  Buffer sink, sink_places;    // int32 [lists][sink units]
+  Buffer local, local_places;  // int32 [lists][ring units]
+  Buffer resident, places;     // int32 [lists][resident_units]
+  // Each layer has missing lists of its own, since recalls may lag behind: int32
+  // [layers][lists][most_units], [layers][lists].
+  Buffer missing, missing_counts;
+  Buffer device_units, worker_units;  // int32 [lists][most_units]: the missing units, divided
+  Buffer counts;                      // int32 [5][lists]: of the lists but the missing ones
+  Buffer o, lse;                      // float [parts][rows][heads][head_dim], [parts][rows][heads]
+};
+
+struct Parts {
+  std::unique_ptr<HeadBudgets> budgets;
+  std::unique_ptr<BlockRetrieval> retrieval;
+  std::unique_ptr<BlockRecall> recall;
+  std::unique_ptr<SelectionCounters> counters;
+  std::unique_ptr<CoAttention> workers;
+};
+
+class FluxionPolicyImpl : public FluxionPolicy {
+ public:
+  static absl::StatusOr<std::unique_ptr<FluxionPolicy>> Create(const PolicyOptions& options);
+  FluxionPolicyImpl(const PolicyOptions& options, const FluxionShape& shape,
+                    std::unique_ptr<OffloadTier> tier, Buffer written, Scratch scratch, Parts parts)
+      : FluxionPolicy(options, std::move(tier), std::move(written)),
+        shape_(shape),
+        device_share_(FluxionDeviceShare(options)),
+        scratch_(std::move(scratch)),
+        parts_(std::move(parts)),
+        budgets_(*parts_.budgets),
+        workers_(*parts_.workers) {}
+
+  ~FluxionPolicyImpl() override {
+    // A warm-up under way uses the members.
+    AwaitWarmUps();
+  }
+
+  PolicyStatistics Statistics() const override { return parts_.counters->Sum(); }
+  // A row reads digests of one level; those of the smallest blocks are the most.
+  int64_t MetadataBytes(int64_t tokens) const override {
+    const int64_t digest = int64_t{2} * shape_.head_dim * SizeOf(kv().element_type);
+    return shape_.kv_heads * kv().BlocksFor(tokens) * digest;
+  }
+  const int32_t* levels() const override { return parts_.retrieval->levels(); }
+
+  // one row, which is the anchor's
+  int last_rows_wanted(int64_t /*total*/) const override {
+    return budgets_.predicts() && options().recompute_last != PolicyOptions::RecomputeLast::kOff
+               ? 1
+               : 0;
+  }
+  int64_t hint_queries() const override {
+    return budgets_.predicts() ? int64_t{shape_.layers} * shape_.heads * shape_.head_dim : 0;
+  }
+  void BeginStep(Stream& /*stream*/, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override {
+    budgets_.first_queries().prompts().BeginStep(slots, positions);
+  }
+  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
+    OffloadPolicy::Attend(stream, layer, params);
+    PromptQueries& prompts = budgets_.first_queries().prompts();
+    if (!tier().dense(layer)) prompts.Keep(stream, layer, params);
+    if (layer == shape_.layers - 1) prompts.EndStep(stream);
+  }
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
+    budgets_.first_queries().EndPrompt(slot, tokens, hints);
+    OffloadPolicy::EndPrompt(slot, tokens, std::move(hints));
+  }
+
+ protected:
+  SlotWorkers* slot_workers() const override { return &workers_.workers(); }
+
+  void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
+                    kernels::DType out_type) override {
+    ListSegments(stream, layer, queries);
+    budgets_.Predict(stream, layer, queries, Segments());
+    const kernels::UnitLists selected =
+        parts_.retrieval->Choose(stream, layer, queries, budgets_, parts_.counters->of(layer));
+    Divide(stream, layer, queries, selected);
+
+    Stream& answers = LayerBranch(stream, layer);
+    Stream& link = AsideBranch(stream);
+    answers.After(stream);
+    link.After(stream);
+    workers_.Start(answers, layer, queries, WorkerUnits(), tier().HostHome(layer));
+    kernels().SparseAttention(
+        link,
+        SparseAttentionOf(queries, tier().Home(layer), DeviceUnits(), nullptr, shape_.unit_tokens,
+                          o(kOverLink, queries), lse(kOverLink, queries)));
+    kernels().SparseAttention(
+        stream,
+        SparseAttentionOf(queries, tier().Places(layer), Resident(), scratch_.places.as<int32_t>(),
+                          shape_.unit_tokens, o(kInHbm, queries), lse(kInHbm, queries)));
+    workers_.Finish(answers, layer, queries.slots, queries.rows, o(kByWorkers, queries),
+                    lse(kByWorkers, queries));
+    stream.After(link);
+    stream.After(answers);
+    kernels().Merge(stream, MergeOf(queries, shape_.head_dim, kParts, o(0, queries),
+                                    lse(0, queries), out, out_type));
+  }
+
+  // Rows attend to everything that has a place.
+  int64_t SparseExactTokens() const override {
+    return int64_t{tier().PlacesOf(options().max_context)} * shape_.unit_tokens;
+  }
+
+  void Settle(Stream& stream, int layer, const Queries& rows) override {
+    kernels::LevelDigestsParams digests{};
+    digests.cache = tier().Ring(layer);
+    digests.digests = FluxionDigests(tier(), layer);
+    digests.slots = rows.slots;
+    digests.positions = rows.positions;
+    digests.rows = rows.rows;
+    kernels().LevelDigests(stream, digests);
+    // Before the recall, which must not take the place.
+    Retain(stream, layer, rows);
+    if (!options().fluxion.resident) return;
+    parts_.recall->Fetch(stream, layer, rows, Missing(layer), /*due=*/nullptr,
+                         parts_.counters->of(layer));
+  }
+
+  // The units of the sink have places always (kernels::SegmentListsParams).
+  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
+                                               const SelectionHints& hints) override {
+    std::vector<std::vector<int32_t>> all = OffloadPolicy::FirstUnits(slot, tokens, hints);
+    const auto sink =
+        static_cast<int32_t>(std::min<int64_t>(shape_.sink_units, PlacesBehindRing(slot, tokens)));
+    for (std::vector<int32_t>& units : all) {
+      // The oldest other units make room for those of the sink that are not there.
+      const auto others = std::lower_bound(units.begin(), units.end(), sink);
+      const auto lacking = static_cast<size_t>(sink - (others - units.begin()));
+      std::vector<int32_t> with_sink(static_cast<size_t>(sink));
+      for (int32_t unit = 0; unit < sink; ++unit) with_sink[static_cast<size_t>(unit)] = unit;
+      with_sink.insert(with_sink.end(), others + static_cast<int64_t>(lacking), units.end());
+      units = std::move(with_sink);
+    }
+    return all;
+  }
+
+  void BuildArrays(Stream& stream, int slot, int64_t /*tokens*/,
+                   const OffloadTier::BulkRow& row) override {
+    for (int layer = shape_.dense_layers; layer < shape_.layers; ++layer) {
+      kernels::LevelDigestsParams digests{};
+      digests.cache = tier().Home(layer);
+      digests.digests = FluxionDigests(tier(), layer);
+      digests.slots = row.slots;
+      digests.first_positions = row.first_positions;
+      digests.positions = row.positions;
+      digests.rows = 1;
+      kernels().LevelDigests(stream, digests);
+      budgets_.MakeAnchor(stream, layer, slot, row);
+    }
+  }
+
+  void Joined(int slot) override { budgets_.first_queries().prompts().Joined(slot); }
+
+ private:
+  // Returns the counts of one of the lists of Scratch::counts.
+  int32_t* Counts(int of) const { return scratch_.counts.as<int32_t>() + of * shape_.lists(); }
+  SegmentUnits Segments() const {
+    return {{scratch_.sink.as<int32_t>(), Counts(0), shape_.sink_units},
+            {scratch_.local.as<int32_t>(), Counts(1), shape_.ring_units},
+            scratch_.sink_places.as<int32_t>(),
+            scratch_.local_places.as<int32_t>()};
+  }
+  kernels::UnitLists Resident() const {
+    return {scratch_.resident.as<int32_t>(), Counts(2), shape_.resident_units};
+  }
+  kernels::UnitLists DeviceUnits() const {
+    return {scratch_.device_units.as<int32_t>(), Counts(3), shape_.most_units};
+  }
+  kernels::UnitLists WorkerUnits() const {
+    return {scratch_.worker_units.as<int32_t>(), Counts(4), shape_.most_units};
+  }
+  kernels::UnitLists Missing(int layer) const {
+    return {scratch_.missing.as<int32_t>() + layer * shape_.lists() * shape_.most_units,
+            scratch_.missing_counts.as<int32_t>() + layer * shape_.lists(), shape_.most_units};
+  }
+  // Return where a part of these rows' attention goes.
+  float* o(int part, const Queries& queries) const {
+    return scratch_.o.as<float>() + int64_t{part} * queries.rows * shape_.heads * shape_.head_dim;
+  }
+  float* lse(int part, const Queries& queries) const {
+    return scratch_.lse.as<float>() + int64_t{part} * queries.rows * shape_.heads;
+  }
+
+  void ListSegments(Stream& stream, int layer, const Queries& queries) {
+    const SegmentUnits segments = Segments();
+    kernels::SegmentListsParams params{};
+    params.residency = tier().Residency(layer);
+    params.slots = queries.slots;
+    params.positions = queries.positions;
+    params.sink = segments.sink;
+    params.local = segments.local;
+    params.sink_places = segments.sink_places;
+    params.local_places = segments.local_places;
+    params.rows = queries.rows;
+    params.kv_heads = shape_.kv_heads;
+    params.unit_tokens = shape_.unit_tokens;
+    kernels().SegmentLists(stream, params);
+  }
+
+  // Divides what rows attend to: what has a place, and the selected units that have none, between
+  // the device and the workers.
+  void Divide(Stream& stream, int layer, const Queries& queries,
+              const kernels::UnitLists& selected) {
+    kernels::SplitParams split{};
+    split.residency = tier().Residency(layer);
+    split.slots = queries.slots;
+    split.positions = queries.positions;
+    split.selected = selected;
+    split.resident = Resident();
+    split.places = scratch_.places.as<int32_t>();
+    split.missing = Missing(layer);
+    split.rows = queries.rows;
+    split.kv_heads = shape_.kv_heads;
+    split.unit_tokens = shape_.unit_tokens;
+    split.whole = true;
+    kernels().Split(stream, split);
+
+    kernels::DivideListsParams divide{};
+    divide.from = split.missing;
+    divide.first = DeviceUnits();
+    divide.rest = WorkerUnits();
+    divide.slots = queries.slots;
+    divide.counters = parts_.counters->of(layer);
+    divide.rows = queries.rows;
+    divide.kv_heads = shape_.kv_heads;
+    divide.unit_tokens = shape_.unit_tokens;
+    divide.share = device_share_;
+    kernels().DivideLists(stream, divide);
+  }
+
+  const FluxionShape shape_;
+  const float device_share_;
+  const Scratch scratch_;
+  const Parts parts_;
+  HeadBudgets& budgets_;
+  CoAttention& workers_;
+};
+
+absl::StatusOr<Scratch> MakeScratch(const PolicyOptions& options, const FluxionShape& shape) {
+  Scratch s;
+  const int64_t lists = shape.lists(), values = int64_t{kParts} * shape.rows * shape.heads;
+  const std::pair<Buffer*, int64_t> sizes[] = {
+      {&s.sink, lists * shape.sink_units},
+      {&s.sink_places, lists * shape.sink_units},
+      {&s.local, lists * shape.ring_units},
+      {&s.local_places, lists * shape.ring_units},
+      {&s.resident, lists * shape.resident_units},
+      {&s.places, lists * shape.resident_units},
+      {&s.missing, shape.layers * lists * shape.most_units},
+      {&s.missing_counts, shape.layers * lists},
+      {&s.device_units, lists * shape.most_units},
+      {&s.worker_units, lists * shape.most_units},
+      {&s.counts, 5 * lists},
+      {&s.o, values * shape.head_dim},
+      {&s.lse, values}};
+  const BufferAllocator allocator(options.device, "what a step of policy fluxion attends to");
+  for (const auto& [buffer, words] : sizes) {
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, buffer));
+  }
+  return s;
+}
+
+absl::StatusOr<std::unique_ptr<CoAttention>> NewWorkers(const PolicyOptions& options,
+                                                        const FluxionShape& shape) {
+  CoAttention::Options o;
+  o.device = options.device;
+  o.kernels = options.host_kernels;
+  o.workers = options.workers;
+  o.deadline = options.worker_deadline;
+  o.slots = options.slots;
+  o.layers = shape.layers;
+  o.max_rows = shape.rows;
+  o.heads = shape.heads;
+  o.kv_heads = shape.kv_heads;
+  o.head_dim = shape.head_dim;
+  o.capacity = shape.most_units;
+  o.unit_tokens = shape.unit_tokens;
+  return CoAttention::Create(o);
+}
+
+absl::StatusOr<std::unique_ptr<FluxionPolicy>> FluxionPolicyImpl::Create(
+    const PolicyOptions& options) {
+  SLUICE_RETURN_IF_ERROR(CheckFluxionOptions(options));
+  const FluxionShape shape = FluxionShapeOf(options, MaxDecodeRows(options));
+  const CacheLayout& layout = options.hbm->layout();
+
+  OffloadTierOptions tier_options;
+  tier_options.device = options.device;
+  tier_options.hbm = options.hbm;
+  tier_options.dram = options.dram;
+  tier_options.slots = options.slots;
+  tier_options.max_context = options.max_context;
+  tier_options.dense_layers = shape.dense_layers;
+  tier_options.ring_blocks = shape.ring_units;
+  tier_options.recall_blocks = shape.recall_units();
+  tier_options.unit_tokens = shape.unit_tokens;
+  for (int level = 0; level < kernels::kFluxionLevels; ++level) {
+    const int32_t tokens = kernels::LevelTokens(level);
+    tier_options.arrays.push_back({absl::StrCat("digests of ", tokens, " tokens"), tokens,
+                                   2 * shape.head_dim, layout.kinds[0].element_type});
+  }
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
+
+  Parts parts;
+  SLUICE_ASSIGN_OR_RETURN(parts.budgets, HeadBudgets::Create(options, shape, tier.get()));
+  SLUICE_ASSIGN_OR_RETURN(parts.retrieval, BlockRetrieval::Create(options, shape, tier.get()));
+  SLUICE_ASSIGN_OR_RETURN(BlockRecall recall,
+                          BlockRecall::Create(*tier, shape.rows, shape.most_units));
+  parts.recall = std::make_unique<BlockRecall>(std::move(recall));
+  SLUICE_ASSIGN_OR_RETURN(parts.counters,
+                          SelectionCounters::Create(options.device, options.slots, layout));
+  SLUICE_ASSIGN_OR_RETURN(parts.workers, NewWorkers(options, shape));
+  SLUICE_ASSIGN_OR_RETURN(Scratch scratch, MakeScratch(options, shape));
+  SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
+  return std::make_unique<FluxionPolicyImpl>(options, shape, std::move(tier), std::move(written),
+                                             std::move(scratch), std::move(parts));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<FluxionPolicy>> NewFluxionPolicy(const PolicyOptions& options) {
+  return FluxionPolicyImpl::Create(options);
+}
+
+}  // namespace sluice

@@ -1,0 +1,289 @@
+#include "src/attention/policies/fluxion/fluxion_policy.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <limits>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/fluxion_segments.h"
+#include "src/attention/policies/fluxion/predictor.h"
+#include "tests/test_main.h"
+#include "tests/unit/attention/policy_rig.h"
+
+namespace sluice {
+namespace {
+
+using testing::PolicyRig;
+using testing::RelativeError;
+
+// Kernels may round queries to bf16 before a product.
+constexpr double kTolerance = 1e-2;
+constexpr int kRingTokens = 384;
+
+std::unique_ptr<FluxionPolicy> Make(const PolicyOptions& options) {
+  auto policy = NewFluxionPolicy(options);
+  INFO(std::string(policy.status().ToString()));
+  REQUIRE(policy.ok());
+  return *std::move(policy);
+}
+
+// Returns a predictor that answers every head with these budgets, or with streaming.
+std::shared_ptr<const FluxionPredictor> Constant(const std::vector<float>& budgets,
+                                                 bool streaming) {
+  FluxionPredictor predictor;
+  predictor.model_fingerprint = std::string(64, 'a');
+  predictor.tau = 0.1;
+  predictor.streaming_threshold = 0.5f;
+  predictor.mean.assign(kernels::kFluxionFeatures, 0);
+  predictor.deviation.assign(kernels::kFluxionFeatures, 1);
+  FluxionPredictor::Layer& layer = predictor.layers.emplace_back();
+  layer.in = kernels::kFluxionFeatures;
+  layer.out = FluxionOutputs(predictor.form);
+  layer.weights.assign(static_cast<size_t>(layer.in * layer.out), 0);
+  for (const float budget : budgets) layer.bias.push_back(std::log2(budget));
+  layer.bias.push_back(streaming ? 9.0f : -9.0f);
+  return std::make_shared<const FluxionPredictor>(std::move(predictor));
+}
+
+// Returns the tokens that each KV head attends to if each query head reads `share` of its tokens in
+// the blocks of `block` tokens with the largest bounds. Nothing is resident but the sink and the
+// ring.
+std::vector<std::set<int>> Attended(const PolicyRig::Shape& shape, const PolicyRig::Make& make,
+                                    std::pair<uint64_t, int> seed_and_layer, int position,
+                                    int block, float share) {
+  const auto& [seed, layer] = seed_and_layer;
+  const kernels::FluxionSegments segments = kernels::SegmentsOf(position);
+  int level = 0;
+  while (kernels::LevelTokens(level) < block) ++level;
+  const int ring_units = kRingTokens / shape.block_tokens;
+  const int ring = std::max(position / shape.block_tokens - ring_units + 1, 0) * shape.block_tokens;
+  std::vector<PolicyRig::Vectors> tokens;
+  for (int t = 0; t <= position; ++t) tokens.push_back(make(seed, layer, t));
+  const int wanted = kernels::BlocksOfShare(segments, level, share);
+  const int group = shape.heads / shape.kv_heads;
+  std::vector<std::set<int>> attended(static_cast<size_t>(shape.kv_heads));
+  for (int head = 0; head < shape.heads; ++head) {
+    const auto kv = static_cast<size_t>(head / group);
+    std::vector<std::pair<double, int>> bounds;  // {-bound, block}
+    const int first = kernels::FirstBlock(segments, level);
+    for (int b = first; b < kernels::EndBlock(segments, level); ++b) {
+      double bound = 0;
+      for (int d = 0; d < shape.head_dim; ++d) {
+        const double q = tokens.back().q[static_cast<size_t>(head * shape.head_dim + d)];
+        double best = -std::numeric_limits<double>::infinity();
+        for (int t = std::max(b * block, segments.sink); t < (b + 1) * block; ++t) {
+          const auto& k = tokens[static_cast<size_t>(t)].k;
+          best = std::max(best,
+                          q * k[kv * static_cast<size_t>(shape.head_dim) + static_cast<size_t>(d)]);
+        }
+        bound += best;
+      }
+      bounds.emplace_back(-bound, b);
+    }
+    std::sort(bounds.begin(), bounds.end());
+    for (int i = 0; i < wanted; ++i) {
+      for (int t = 0; t < block; ++t) {
+        attended[kv].insert(bounds[static_cast<size_t>(i)].second * block + t);
+      }
+    }
+  }
+  for (std::set<int>& of_head : attended) {
+    for (int t = 0; t < segments.sink; ++t) of_head.insert(t);
+    for (int t = ring; t <= position; ++t) of_head.insert(t);
+  }
+  return attended;
+}
+
+// Checks a step's rows of one slot against softmax over what `attended` says by layer, or over
+// everything where it is null.
+void CheckRow(const PolicyRig& rig, const std::vector<std::vector<std::vector<float>>>& out,
+              size_t row, uint64_t seed, int position,
+              const std::function<std::vector<std::set<int>>(int layer)>& attended) {
+  for (int layer = 0; layer < rig.shape().layers; ++layer) {
+    std::vector<std::set<int>> of_layer;
+    if (attended != nullptr) of_layer = attended(layer);
+    const auto want = rig.Naive(seed, layer, position, [&](int head, int token) {
+      const bool is_read =
+          attended == nullptr || of_layer[static_cast<size_t>(head)].contains(token);
+      return is_read ? PolicyRig::Who::kReal : PolicyRig::Who::kNobody;
+    });
+    INFO("layer " << layer << ", position " << position);
+    CHECK(RelativeError(out[static_cast<size_t>(layer)][row], want) <= kTolerance);
+  }
+}
+
+PolicyStatistics::Layer SumsOf(const AttentionPolicy& policy) {
+  PolicyStatistics::Layer sums;
+  for (const PolicyStatistics::Layer& layer : policy.Statistics().layers) {
+    sums.selected += layer.selected;
+    sums.missing += layer.missing;
+    sums.recalled += layer.recalled;
+  }
+  return sums;
+}
+
+void TestReadsAll(const PolicyRig::Shape& of) {
+  for (const double device_share : {0.0, 0.4, 1.0}) {
+    for (const int block_tokens : {16, 32, 64}) {
+      PolicyRig::Shape shape = of;
+      shape.block_tokens = block_tokens;
+      shape.layers = 2;
+      PolicyRig rig(shape, testing::RandomVectors(shape, 0));
+      PolicyOptions options = rig.Options();
+      options.budget_tokens = 128;
+      options.dense_layers = 0;
+      options.workers = 2;
+      options.fluxion.device_share = device_share;
+      INFO("device share " << device_share << ", blocks of " << block_tokens);
+      const auto policy = Make(options);
+      CHECK(policy->exact_tokens() == 128 + kRingTokens);
+      const uint64_t seed = TestSeed();
+      const std::vector<int> contexts = {700, 10, 505};
+      for (int slot = 0; slot < 3; ++slot) {
+        rig.Admit(*policy, slot, seed + static_cast<uint64_t>(slot),
+                  contexts[static_cast<size_t>(slot)], 900);
+      }
+      for (int step = 0; step < 20; ++step) {
+        std::vector<int> positions;
+        for (int slot = 0; slot < 3; ++slot) positions.push_back(rig.position(slot));
+        const auto out = rig.Step(*policy, {0, 1, 2});
+        for (size_t row = 0; row < 3 && step % 6 == 1; ++row) {
+          CheckRow(rig, out, row, seed + row, positions[row], nullptr);
+        }
+      }
+      const PolicyStatistics::Layer sums = SumsOf(*policy);
+      CHECK(sums.missing > 0);
+      CHECK(sums.missing < sums.selected);
+      for (int slot = 0; slot < 3; ++slot) rig.Release(*policy, slot);
+    }
+  }
+}
+SLUICE_TEST_ON_CPU_AND_GPU("without a predictor every head reads all of its tokens", TestReadsAll)
+
+void TestFixed(const PolicyRig::Shape& of) {
+  PolicyRig::Shape shape = of;
+  shape.heads = 6;
+  const PolicyRig::Make make = testing::RandomVectors(shape, 0);
+  for (const auto& [block, share] : {std::pair(16, 0.1f), {32, 0.3f}, {128, 0.4f}}) {
+    PolicyRig rig(shape, make);
+    PolicyOptions options = rig.Options();
+    options.dense_layers = 1;
+    options.fluxion.fixed_block = block;
+    options.fluxion.fixed_share = share;
+    options.fluxion.resident = false;
+    const auto policy = Make(options);
+    const uint64_t seed = TestSeed();
+    rig.Admit(*policy, 1, seed, 880, 1000);
+    for (int step = 0; step < 24; ++step) {  // blocks become part of the cpu segment meanwhile
+      const int position = rig.position(1);
+      const auto out = rig.Step(*policy, {1});
+      if (step % 8 != 0) continue;
+      INFO("blocks of " << block << ", step " << step);
+      CheckRow(rig, out, 0, seed, position, [&](int layer) {
+        if (layer > 0) return Attended(shape, make, {seed, layer}, position, block, share);
+        return Attended(shape, make, {seed, layer}, position, 16, 1.0f);
+      });
+    }
+    CHECK(SumsOf(*policy).recalled == 0);
+    rig.Release(*policy, 1);
+  }
+}
+SLUICE_TEST_ON_CPU_AND_GPU("a fixed budget reads each query head's best blocks, and their union",
+                           TestFixed)
+
+enum class Anchor { kComputed, kHinted, kNone };
+
+void CheckPrediction(const PolicyRig::Shape& shape, Anchor anchor, bool streaming) {
+  const PolicyRig::Make make = testing::RandomVectors(shape, 0);
+  PolicyRig rig(shape, make);
+  PolicyOptions options = rig.Options();
+  options.dense_layers = 0;
+  // Equation 3 takes blocks of 32 tokens: the other sizes need too much.
+  options.fluxion.predictor = Constant({1, 0.1f, 1, 1}, streaming);
+  options.fluxion.resident = false;
+  const auto policy = Make(options);
+  CHECK(policy->hint_queries() == int64_t{shape.layers} * shape.heads * shape.head_dim);
+  CHECK(policy->last_rows_wanted(900) == 1);
+  const uint64_t seed = TestSeed();
+  SelectionHints hints;
+  for (int layer = 0; layer < shape.layers && anchor == Anchor::kHinted; ++layer) {
+    const std::vector<float> q = make(seed, layer, 899).q;
+    hints.queries.insert(hints.queries.end(), q.begin(), q.end());
+  }
+  rig.Admit(*policy, 0, seed, 900, 1000, anchor == Anchor::kComputed ? 3 : 0, hints);
+  for (int step = 0; step < 3; ++step) {
+    const int position = rig.position(0);
+    const auto out = rig.Step(*policy, {0});
+    INFO("step " << step);
+    CheckRow(rig, out, 0, seed, position, [&](int layer) {
+      const float share = anchor == Anchor::kNone ? 1.0f : streaming ? 0.0f : 0.1f;
+      return Attended(shape, make, {seed, layer}, position, 32, share);
+    });
+  }
+  rig.Release(*policy, 0);
+}
+
+void TestPredicted(const PolicyRig::Shape& shape) {
+  for (const Anchor anchor : {Anchor::kComputed, Anchor::kHinted, Anchor::kNone}) {
+    for (const bool streaming : {false, true}) {
+      INFO("anchor " << static_cast<int>(anchor) << ", streaming " << streaming);
+      CheckPrediction(shape, anchor, streaming);
+    }
+  }
+}
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "predicted budgets decide what is read, and without an anchor everything is", TestPredicted)
+
+void TestHotBlocks(const PolicyRig::Shape& shape) {
+  PolicyRig rig(shape, testing::RandomVectors(shape, 0));
+  PolicyOptions options = rig.Options();
+  options.dense_layers = 0;
+  options.budget_tokens = 320;
+  options.fluxion.fixed_block = 16;
+  options.fluxion.fixed_share = 0.1;
+  const auto policy = Make(options);
+  rig.Admit(*policy, 0, TestSeed(), 900, 1000);
+  rig.Step(*policy, {0});
+  const int64_t first = SumsOf(*policy).missing;
+  CHECK(first > 0);
+  // The same row selects the same blocks, which lie in HBM by now.
+  rig.Rewind(0);
+  rig.Step(*policy, {0});
+  CHECK(SumsOf(*policy).missing == first);
+  CHECK(SumsOf(*policy).recalled == first);
+  rig.Release(*policy, 0);
+}
+SLUICE_TEST_ON_CPU_AND_GPU("blocks that were selected have places in HBM afterwards", TestHotBlocks)
+
+TEST_CASE("fluxion refuses options that do not fit, by name") {
+  PolicyRig::Shape shape;
+  const auto refused = [&](const std::string& field, auto change) {
+    PolicyRig rig(shape, testing::RandomVectors(shape, 0));
+    PolicyOptions options = rig.Options();
+    change(options);
+    const auto policy = NewFluxionPolicy(options);
+    REQUIRE_FALSE(policy.ok());
+    CHECK(absl::IsInvalidArgument(policy.status()));
+    CHECK_THAT(std::string(policy.status().message()), Catch::StartsWith(field + ": "));
+  };
+  refused("budget_tokens", [](PolicyOptions& o) { o.budget_tokens = 63; });
+  refused("fluxion_device_share", [](PolicyOptions& o) { o.fluxion.device_share = 1.5; });
+  refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 8; });
+  refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 48; });
+  refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 256; });
+  refused("fluxion_fixed_share", [](PolicyOptions& o) { o.fluxion.fixed_share = 1.5; });
+  refused("fluxion_predictor", [](PolicyOptions& o) {
+    auto predictor = *Constant({1, 1, 1, 1}, false);
+    predictor.layers[0].bias[2] = std::numeric_limits<float>::quiet_NaN();
+    o.fluxion.predictor = std::make_shared<const FluxionPredictor>(predictor);
+  });
+  shape.block_tokens = 128;
+  refused("block_tokens", [](PolicyOptions&) {});
+}
+
+}  // namespace
+}  // namespace sluice
