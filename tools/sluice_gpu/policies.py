@@ -176,11 +176,12 @@ def _figure10(name: str, context: int, batches: tuple[int, ...], model: str) -> 
               for batch in batches)]
 
 
-# Fluxion's baseline (blocks of 16, a twentieth of each head's tokens) as published but for digests in HBM, and with hot
-# blocks there too; then constant budgets with the same kernels whose volume (equation 3) is 3.1 times smaller at 32K,
-# as the paper's predictor implies. No predictor runs: these rows say what the engine does with such budgets.
-FLUXION = ("full", "fluxion-fixed", "fluxion-fixed:resident=1", "fluxion-fixed:block=64:fixed-share=0.0173",
-           "fluxion-fixed:block=64:fixed-share=0.0173:resident=1")
+# Fluxion's baseline, blocks of 16 and a twentieth of each head's tokens, to which the CPU alone attends (as published, but
+# with digests in HBM); then with the link beside it, and with hot blocks in HBM; then constant budgets whose volume
+# (equation 3) is 3.1 times smaller at 32K, as the paper's predictor implies. No predictor runs: these rows say what the
+# engine does with such budgets.
+FLUXION = ("full", *(f"fluxion-fixed{which}{how}" for which in ("", ":block=64:fixed-share=0.0173")
+                     for how in (":device-share=0", "", ":resident=1")))
 
 
 def _fluxion(name: str, context: int, batch: int, policies: tuple[str, ...] = FLUXION) -> Run:

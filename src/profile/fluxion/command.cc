@@ -15,6 +15,7 @@
 #include "src/bench/report/flags.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/profile/fluxion/document_rows.h"
+#include "src/profile/fluxion/feature_use.h"
 #include "src/profile/fluxion/predictor_check.h"
 #include "src/profile/fluxion/predictor_training.h"
 #include "src/profile/fluxion/sample_file.h"
@@ -27,7 +28,7 @@ namespace {
 using bench::Flags;
 
 constexpr char kUsage[] =
-    "usage: sluice-profile fluxion collect|train|check [flags]\n"
+    "usage: sluice-profile fluxion collect|train|check|features [flags]\n"
     "\n"
     "Makes the predictor of policy fluxion, which tells how much of the cache outside HBM each\n"
     "query head needs.\n"
@@ -36,6 +37,7 @@ constexpr char kUsage[] =
     "           and the least budgets with which its attention keeps to --tau\n"
     "  train    trains a predictor by samples\n"
     "  check    compares predictors with simpler rules, on documents that were not collected\n"
+    "  features tells what a predictor makes of each feature\n"
     "\n"
     "Each has a --help of its own.\n";
 
@@ -344,6 +346,51 @@ int Check(absl::Span<const std::string> args) {
   return 0;
 }
 
+int Features(absl::Span<const std::string> args) {
+  std::vector<std::string> paths, samples_paths;
+  int64_t most = 20'000;
+  Flags flags(
+      "sluice-profile fluxion features",
+      "Tells what a predictor makes of each feature: how its answers change if the feature\n"
+      "is that of another sample. Take samples that it was not trained by.",
+      "  sluice-profile fluxion features m.predictor --samples other.samples");
+  flags.Rest("FILE", "the predictor", &paths);
+  flags.Repeated("samples", "FILE", "file of samples", [&](const std::string& path) {
+    samples_paths.push_back(path);
+    return absl::OkStatus();
+  });
+  flags.Integer("most", "samples that are looked at, evenly spread", 2, INT64_MAX, &most);
+  if (const auto end = Parse(flags, "features", args)) return *end;
+  if (paths.size() != 1 || samples_paths.empty()) {
+    return Fail("features",
+                absl::InvalidArgumentError("name one predictor, and --samples (see --help)"), 2);
+  }
+  const absl::StatusOr<FluxionPredictor> predictor = ReadFluxionPredictor(paths[0]);
+  if (!predictor.ok()) return Fail("features", predictor.status());
+  const absl::StatusOr<FluxionSamples> read = ReadAllSamples(samples_paths);
+  if (!read.ok()) return Fail("features", read.status());
+  const absl::Status same = CheckFluxionPredictor(*predictor, read->model_fingerprint);
+  if (!same.ok()) return Fail("features", same);
+  std::vector<FluxionSample> samples;
+  const size_t step = std::max<size_t>(read->samples.size() / static_cast<size_t>(most), 1);
+  for (size_t i = 0; i < read->samples.size(); i += step) samples.push_back(read->samples[i]);
+  const FeatureUses uses = MeasureFeatureUses(*predictor, samples, /*seed=*/1);
+  std::printf(
+      "%zu samples, streaming told rightly for %.1f %%. With the feature of another sample:\n"
+      "%-34s %8s %9s %8s\n",
+      samples.size(), 100 * uses.whole.streaming_right, "", "right", "streaming", "budget");
+  for (size_t f = 0; f < uses.exchanged.size(); ++f) {
+    const FeatureUse& use = uses.exchanged[f];
+    std::printf("%2zu %-31s %7.1f%% %8.2f%% %8.4f\n", f, kFluxionFeatureNames[f],
+                100 * use.streaming_right, 100 * use.streaming_changed, use.budget_changed);
+  }
+  std::printf(
+      "right: heads of which it is told rightly whether they stream. streaming: heads for which "
+      "that\n"
+      "changes. budget: mean change of the budget at blocks of 16 tokens.\n");
+  return 0;
+}
+
 }  // namespace
 
 int RunFluxionCommand(const std::vector<std::string>& args) {
@@ -353,15 +400,16 @@ int RunFluxionCommand(const std::vector<std::string>& args) {
   if (command == "collect") return Collect(rest);
   if (command == "train") return Train(rest);
   if (command == "check") return Check(rest);
+  if (command == "features") return Features(rest);
   if (command == "--help") {
     std::fputs(kUsage, stdout);
     return 0;
   }
-  std::fprintf(
-      stderr, "sluice-profile fluxion: %s (see --help)\n",
-      command.empty()
-          ? "takes collect, train or check"
-          : absl::StrCat("there is no '", command, "': it takes collect, train or check").c_str());
+  std::fprintf(stderr, "sluice-profile fluxion: %s (see --help)\n",
+               command.empty() ? "takes collect, train, check or features"
+                               : absl::StrCat("there is no '", command,
+                                              "': it takes collect, train, check or features")
+                                     .c_str());
   return 2;
 }
 

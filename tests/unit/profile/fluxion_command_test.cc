@@ -49,6 +49,8 @@ TEST_CASE("samples of a model's documents are collected, train a predictor, and 
       "check", dir.File("p"), "--samples", dir.File("samples"), "--first-document", "5"};
   check.insert(check.end(), of.begin(), of.end());
   CHECK(RunFluxionCommand(check) == 0);
+  CHECK(RunFluxionCommand({"features", dir.File("p"), "--samples", dir.File("samples")}) == 0);
+  CHECK(RunFluxionCommand({"features", dir.File("p")}) == 2);
 
   SECTION("a damaged file, and one of another model, are refused") {
     auto other = *samples;

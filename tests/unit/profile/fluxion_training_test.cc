@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "src/base/rng.h"
+#include "src/profile/fluxion/feature_use.h"
 #include "src/profile/fluxion/predictor_training.h"
 #include "tests/test_main.h"
 
@@ -178,6 +179,28 @@ TEST_CASE("samples and options that training cannot use are named") {
   options = {};
   options.tau = -1;
   CheckError(ErrorOf(good, options), "tau: expected 0 to 1, found -1");
+}
+
+TEST_CASE("a predictor's use of a feature is what the feature's exchange changes") {
+  SplitMix64 random(TestSeed());
+  const std::vector<FluxionSample> samples = Samples(3000, 5, random);
+  const auto trained = TrainFluxionPredictor(samples, Options(Form::kFour), nullptr);
+  REQUIRE(trained.ok());
+  FluxionPredictor predictor = trained->predictor;
+  // The network reads nothing of feature 5.
+  FluxionPredictor::Layer& first = predictor.layers[0];
+  for (int o = 0; o < first.out; ++o) first.weights[static_cast<size_t>(o * first.in + 5)] = 0;
+  const FeatureUses uses = MeasureFeatureUses(predictor, samples, TestSeed());
+  CHECK(uses.whole.streaming_right > 0.95);
+  CHECK(uses.exchanged[5].streaming_changed == 0);
+  CHECK(uses.exchanged[5].budget_changed == 0);
+  CHECK(uses.exchanged[5].streaming_right == Approx(uses.whole.streaming_right));
+  // Feature 2 alone says whether a head streams, and feature 0 says most of the budget.
+  CHECK(uses.exchanged[2].streaming_right < 0.6);
+  CHECK(uses.exchanged[2].streaming_changed > 0.4);
+  for (const size_t other : {3, 6, 20}) {
+    CHECK(uses.exchanged[0].budget_changed > 3 * uses.exchanged[other].budget_changed);
+  }
 }
 
 }  // namespace sluice
