@@ -222,7 +222,9 @@ struct DivideListsParams {
   UnitLists from;
   UnitLists first, rest;  // of the capacity of `from`
   const int32_t* slots;
-  SparseCounters* counters;  // [slots], or null: adds the units of `from` to `missing`, in tokens
+  // [slots], or null: adds the units of `from` to `missing`, and those of `first` to `read`, in
+  // tokens
+  SparseCounters* counters;
   int32_t rows;
   int32_t kv_heads;
   int32_t unit_tokens;

@@ -272,6 +272,7 @@ struct SparseCounters {
   int64_t lookups;   // labels that were looked up (kernels/hash_params.h)
   int64_t misses;    // lookups that missed
   int64_t held;      // tokens x KV heads that persistent heads selected
+  int64_t read;      // tokens x KV heads that the device read over the link, and gave no place
 };
 
 // Decides whether a row's missing units are recalled in this step. With interval > 0 they are

@@ -43,7 +43,7 @@ void SegmentLists(const SegmentListsParams& p, Worker worker) {
 void DivideLists(const DivideListsParams& p, Worker worker) {
   const Range mine = Share(p.rows, worker);
   for (int64_t r = mine.begin; r < mine.end; ++r) {
-    int64_t units = 0;
+    int64_t units = 0, read = 0;
     for (int64_t list = r * p.kv_heads; list < (r + 1) * p.kv_heads; ++list) {
       const int32_t* from = p.from.units + list * p.from.capacity;
       const int32_t count = p.slots[r] < 0 ? 0 : p.from.counts[list];
@@ -51,9 +51,11 @@ void DivideLists(const DivideListsParams& p, Worker worker) {
       CopyUnits(from, cut, p.first, list);
       CopyUnits(from + cut, count - cut, p.rest, list);
       units += count;
+      read += cut;
     }
     if (p.slots[r] < 0 || p.counters == nullptr) continue;
     p.counters[p.slots[r]].missing += units * p.unit_tokens;
+    p.counters[p.slots[r]].read += read * p.unit_tokens;
   }
 }
 

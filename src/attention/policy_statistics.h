@@ -26,8 +26,8 @@ struct PolicyStatistics {
     // tokens x KV heads that heads selected whose whole cache lies in HBM; they are not in
     // `selected`
     int64_t resident_selected = 0;
-    // bytes of K and V of decode rows over the link: recalled or fetched, and written through;
-    // warm-up is not counted
+    // bytes of K and V of decode rows over the link: recalled or fetched, attended to from there,
+    // and written through; warm-up is not counted
     int64_t link_bytes = 0;
 
     // Returns the share of a budget of `budget_tokens` tokens that the CPU attends to (or that the

@@ -145,7 +145,7 @@ void TestDivision(const KernelTable& table, Random& random) {
       p.unit_tokens = 32;
       p.share = share;
       RunWorkers(table.divide_lists, p, workers);
-      int64_t missing[kSlots] = {};
+      int64_t missing[kSlots] = {}, read[kSlots] = {};
       for (int64_t list = 0; list < kLists; ++list) {
         const int32_t slot = slots[list / kKvHeads];
         if (slot < 0) {
@@ -158,8 +158,12 @@ void TestDivision(const KernelTable& table, Random& random) {
         CHECK(first.List(list) == std::vector<int32_t>(units.begin(), units.begin() + cut));
         CHECK(rest.List(list) == std::vector<int32_t>(units.begin() + cut, units.end()));
         missing[slot] += std::ssize(units) * 32;
+        read[slot] += cut * 32;
       }
-      for (int32_t slot = 0; slot < kSlots; ++slot) CHECK(counters[slot].missing == missing[slot]);
+      for (int32_t slot = 0; slot < kSlots; ++slot) {
+        CHECK(counters[slot].missing == missing[slot]);
+        CHECK(counters[slot].read == read[slot]);
+      }
       CHECK(first.Damage() + rest.Damage() + counters.Damage() == "");
     }
   }

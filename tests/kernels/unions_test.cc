@@ -93,7 +93,7 @@ struct UnionInput {
 struct Unions {
   Unions(const UnionInput& input, int64_t rows, int32_t capacity)
       : lists(rows * input.kv_heads, capacity), counters(input.slot_count) {
-    for (SparseCounters& counter : counters) counter = {5, 1'000'000'000'000, 0, 0, 0, 0, 0, 0};
+    for (SparseCounters& counter : counters) counter = {5, 1'000'000'000'000, 0, 0, 0, 0, 0, 0, 0};
   }
 
   void Run(const KernelTable& table, const UnionInput& input, int workers) {

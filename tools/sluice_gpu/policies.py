@@ -177,11 +177,10 @@ def _figure10(name: str, context: int, batches: tuple[int, ...], model: str) -> 
 
 
 # Fluxion's baseline, blocks of 16 and a twentieth of each head's tokens, to which the CPU alone attends (as published, but
-# with digests in HBM); then with the link beside it, and with hot blocks in HBM; then constant budgets whose volume
-# (equation 3) is 3.1 times smaller at 32K, as the paper's predictor implies. No predictor runs: these rows say what the
-# engine does with such budgets.
-FLUXION = ("full", *(f"fluxion-fixed{which}{how}" for which in ("", ":block=64:fixed-share=0.0173")
-                     for how in (":device-share=0", "", ":resident=1")))
+# with digests in HBM); then with the link beside it, and with hot blocks in HBM; then with a network that no model trained
+# and whose volume (equation 3) is 3.1 times smaller, as the paper's predictor implies.
+FLUXION = ("full", *(f"{name}:hot={int(hot)}{how}" for name in ("fluxion-fixed", "fluxion-synthetic")
+                     for hot, how in ((False, ":device-share=0"), (False, ""), (True, ""))))
 
 
 def _fluxion(name: str, context: int, batch: int, policies: tuple[str, ...] = FLUXION) -> Run:

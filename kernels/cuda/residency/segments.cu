@@ -62,8 +62,10 @@ __global__ void __launch_bounds__(kDivideThreads)
   p.first.counts[list] = cut;
   p.rest.counts[list] = count - cut;
   if (slot < 0 || p.counters == nullptr) return;
-  atomicAdd(reinterpret_cast<unsigned long long*>(&p.counters[slot].missing),
-            static_cast<unsigned long long>(int64_t{count} * p.unit_tokens));
+  using Sum = unsigned long long;
+  SparseCounters& counters = p.counters[slot];
+  atomicAdd(reinterpret_cast<Sum*>(&counters.missing), static_cast<Sum>(count) * p.unit_tokens);
+  atomicAdd(reinterpret_cast<Sum*>(&counters.read), static_cast<Sum>(cut) * p.unit_tokens);
 }
 
 }  // namespace

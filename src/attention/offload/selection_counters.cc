@@ -60,6 +60,7 @@ void SelectionCounters::SumOf(const Buffer& host, PolicyStatistics* sums) const 
   const auto* counters = host.as<kernels::SparseCounters>();
   for (PolicyStatistics::Layer& of : sums->layers) {
     of = {};
+    int64_t read = 0;
     for (int slot = 0; slot < slots_; ++slot, ++counters) {
       of.steps += counters->steps;
       of.selected += counters->selected;
@@ -69,8 +70,9 @@ void SelectionCounters::SumOf(const Buffer& host, PolicyStatistics* sums) const 
       of.lookups += counters->lookups;
       of.misses += counters->misses;
       of.resident_selected += counters->held;
+      read += counters->read;
     }
-    of.link_bytes = (of.recalled + of.steps * kv.heads) * kv.bytes_per_token;
+    of.link_bytes = (of.recalled + read + of.steps * kv.heads) * kv.bytes_per_token;
   }
 }
 

@@ -12,6 +12,7 @@
 #include "absl/strings/strip.h"
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
+#include "src/bench/harness/synthetic_predictor.h"
 
 namespace sluice::bench {
 namespace {
@@ -41,6 +42,15 @@ void SelectAsPublished(PolicyOptions& o) {
 void SelectEachStepInHbm(PolicyOptions& o) {
   o.clo.reuse = o.clo.persistent_ahead = false;
   o.clo.persistent_share = 1;
+}
+
+void PredictSynthetically(PolicyOptions& o) {
+  SyntheticPredictorOptions of;
+  of.layers = o.hbm->layout().layers;
+  of.heads = o.heads;
+  of.kv_heads = o.hbm->layout().kinds[0].heads;
+  of.tokens = o.max_context;
+  o.fluxion.predictor = SyntheticPredictor(of);
 }
 
 constexpr Preset kPresets[] = {
@@ -90,6 +100,7 @@ constexpr Preset kPresets[] = {
      }},
     {"fluxion", "fluxion", [](PolicyOptions&) {}},
     {"fluxion-hbm-digests", "fluxion", [](PolicyOptions& o) { o.fluxion.resident = false; }},
+    {"fluxion-synthetic", "fluxion", PredictSynthetically},
     {"fluxion-fixed", "fluxion",
      [](PolicyOptions& o) {
        o.fluxion.resident = false;
@@ -198,7 +209,7 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.fluxion.fixed_share = value; }},
     {"device-share", "fluxion", false,
      [](PolicyOptions& o, double value) { o.fluxion.device_share = value; }},
-    {"resident", "fluxion", false,
+    {"hot", "fluxion", false,
      [](PolicyOptions& o, double value) { o.fluxion.resident = value != 0; }},
     {"share", "scout", false,
      [](PolicyOptions& o, double value) { o.scout.share_limit = static_cast<float>(value); }},

@@ -1,8 +1,11 @@
 // Tests how `sluice-bench policies` reads names and evaluates bytes and traces.
+#include <array>
 #include <catch2/catch.hpp>
+#include <set>
 
 #include "src/bench/harness/policy_choice.h"
 #include "src/bench/harness/policy_run.h"
+#include "src/bench/harness/synthetic_predictor.h"
 #include "src/bench/policies/auto_run.h"
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/trace/layer_timeline.h"
@@ -48,10 +51,46 @@ TEST_CASE("a policy's name may carry settings of that policy") {
   CHECK(gathers.clo.mover_workers == 6);
   CHECK_FALSE(ParsePolicies("clo:mover-workers=0").ok());
   CHECK_FALSE(ParsePolicies("recall:mover=1").ok());
+  const PolicyOptions fixed = WithPolicy(options, "fluxion-fixed:hot=1:device-share=0.25");
+  CHECK(fixed.fluxion.fixed_block == 16);
+  CHECK(fixed.fluxion.resident);
+  CHECK(fixed.fluxion.device_share == 0.25);
+  CHECK_FALSE(WithPolicy(options, "fluxion-hbm-digests").fluxion.resident);
+  CHECK_FALSE(ParsePolicies("clo:device-share=1").ok());
   CHECK(IsAuto("auto"));
   CHECK_FALSE(ParsePolicies("auto:budget=512").ok());  // A node chooses the budget.
   CHECK(WantsMeanSelection("hgca-mean:window=64"));
   CHECK_FALSE(WantsMeanSelection("hgca"));
+}
+
+TEST_CASE("a synthetic predictor has the volume that is asked for, and heads that differ") {
+  SyntheticPredictorOptions options;
+  options.layers = 8;
+  options.heads = 32;
+  options.kv_heads = 8;
+  options.tokens = 16384;
+  const auto predictor = SyntheticPredictor(options);
+  CHECK(ValidFluxionPredictor(*predictor, "made").ok());
+  CHECK(predictor->parameters() > 100'000);
+  const double fixed = SyntheticVolume(*predictor, options, options.fixed_share);
+  CHECK(fixed / SyntheticVolume(*predictor, options) == Approx(3.1).epsilon(0.02));
+  int streaming = 0;
+  std::set<float> budgets;
+  for (int layer = 0; layer < options.layers; ++layer) {
+    for (int head = 0; head < options.heads; ++head) {
+      std::array<float, kernels::kFluxionFeatures> features = {};
+      features[0] = static_cast<float>(layer);
+      features[1] = static_cast<float>(head);
+      features[34] = 0.6f;
+      const FluxionPredictor::Head told = predictor->Predict(features);
+      streaming += told.streaming ? 1 : 0;
+      budgets.insert(told.budgets[1]);
+      features[34] = 0.9f;  // another row
+      CHECK(predictor->Predict(features).budgets != told.budgets);
+    }
+  }
+  CHECK(streaming == Approx(0.6 * 8 * 32).epsilon(0.02));
+  CHECK(budgets.size() > 200);
 }
 
 TEST_CASE("the floor of a step is its longest memory's") {
