@@ -1,9 +1,10 @@
 // Times attention over lists on a GPU at the shapes of the policies, against the rate of plain
 // reads of as many bytes, measured in this run.
 //
-//   sluice-sparse-attention-bench [--gib N]
+//   sluice-sparse-attention-bench [--gib N] [--pinned]
 //
-// --gib is the size of the KV arena (default 8). Every launch of a graph reads other pages, so
+// --gib is the size of the KV arena (default 8). With --pinned it lies in the host's memory and is
+// read over the link. Every launch of a graph reads other pages, so
 // that none finds its K and V in L2; the time is that of one launch. Lists, q and results stay
 // where they are.
 #include <cmath>
@@ -40,6 +41,7 @@ constexpr Case kCases[] = {
     {"scout, blocks of 32, 8 rows", 8, 1900, 32}, {"scout, group 4", 10, 1900, 32, 32},
     {"hgca, window of 512", 10, 512, 32},         {"recall, single tokens", 10, 2048, 1},
     {"recall, single tokens", 1, 2048, 1},        {"long lists", 4, 16384, 32},
+    {"fluxion, blocks of 16", 16, 800, 16, 32},   {"fluxion, blocks of 16", 4, 800, 16, 32},
 };
 
 // Fills with bf16 of values in [-1, 1), from a hash of the index.
@@ -169,15 +171,23 @@ void Run(const Case& c, char* arena, int64_t arena_bytes, std::mt19937_64& rando
 
 int Main(int argc, char** argv) {
   int64_t gib = 8;
-  for (int i = 1; i + 1 < argc; ++i) {
-    if (std::strcmp(argv[i], "--gib") == 0) gib = std::atoll(argv[i + 1]);
+  bool pinned = false;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--gib") == 0 && i + 1 < argc) gib = std::atoll(argv[i + 1]);
+    if (std::strcmp(argv[i], "--pinned") == 0) pinned = true;
   }
   cudaDeviceProp device;
   Check(cudaGetDeviceProperties(&device, 0), "device");
-  std::printf("%s, %d SMs; arena %lld GiB; heads of %d\n", device.name, device.multiProcessorCount,
-              static_cast<long long>(gib), kDim);
+  std::printf("%s, %d SMs; arena %lld GiB%s; heads of %d\n", device.name,
+              device.multiProcessorCount, static_cast<long long>(gib), pinned ? ", pinned" : "",
+              kDim);
   const int64_t bytes = gib << 30;
-  char* const arena = DeviceArray<char>(bytes);
+  char* arena = nullptr;
+  if (pinned) {
+    Check(cudaHostAlloc(&arena, static_cast<size_t>(bytes), 0), "pinned");
+  } else {
+    arena = DeviceArray<char>(bytes);
+  }
   FillKernel<<<4096, 256>>>(reinterpret_cast<uint16_t*>(arena), bytes / 2);
   Check(cudaDeviceSynchronize(), "fill");
   std::mt19937_64 random(5);

@@ -10,9 +10,9 @@
 namespace sluice {
 namespace {
 
-// GB/s of host memory that the device reads over a PCIe 5 link, and that one worker reads
-// (README.md).
-constexpr double kLinkRate = 48, kWorkerRate = 7;
+// GB/s at which the device attends over a PCIe 5 link, and at which a worker attends, inside a step
+// with homes of 64 GiB (README.md).
+constexpr double kLinkRate = 17, kWorkerRate = 4.7;
 
 absl::Status OutOfRange(const PolicyOptions& options, const char* field,
                         const std::string& expected, double found) {
