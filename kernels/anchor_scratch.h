@@ -127,7 +127,7 @@ class AnchorSums {
   AnchorMoments sums_;
 };
 
-// What lies in the scratch of one row.
+// The arrays in the scratch of one row.
 struct AnchorArrays {
   AnchorArrays(const AnchorStatisticsParams& p, int64_t tokens)
       : dim(p.cache.head_dim),

@@ -29,8 +29,8 @@ struct LevelDigestsParams {
   int32_t rows;
 };
 
-// What is known of a head's cache at the *anchor*, the last token of the prompt, for each slot. All
-// moments are those of the population; the kurtosis is the plain one, 3 for a normal distribution.
+// The statistics of heads at the *anchor*, the last token of the prompt, by slot. All moments are
+// those of the population; the kurtosis is the plain one, 3 for a normal distribution.
 // A moment of no tokens or of equal values is 0.
 //
 // `kv` has for each KV head, in this order: the mean length of the sink's keys, and of its values;

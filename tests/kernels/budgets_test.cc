@@ -116,7 +116,7 @@ const NetworkCase kNetworks[] = {
     {FluxionForm::kLine, {64, 33, 64, 48, 64, 40, 64}},
 };
 
-// What the cases had, of heads that have a cpu segment.
+// Counts of the heads that have a cpu segment.
 struct Counts {
   int64_t heads = 0, streaming = 0;
   int64_t inner = 0;  // budgets between 0 and 1

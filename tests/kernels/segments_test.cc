@@ -72,7 +72,7 @@ void TestByHand(const KernelTable& table, Random&) {
   CHECK(out.local.List(0).empty());
   CHECK(out.sink.List(kKvHeads).empty());
   CHECK(out.local.List(kKvHeads).empty());
-  // Of 501 tokens, 64 are the sink's, and 373 from 128 on are local.
+  // There are 501 tokens: 64 are the sink's, and 373 from 128 on are local.
   CHECK(out.sink.List(2 * kKvHeads) == std::vector<int32_t>{0, 1, 2, 3});
   const std::vector<int32_t> local = out.local.List(2 * kKvHeads);
   CHECK(local.front() == 8);

@@ -64,7 +64,7 @@ __device__ __forceinline__ void SortKeys(uint64_t* keys, int count) {
   __syncthreads();
 }
 
-// What a walk needs of a head.
+// The inputs of a head's walk.
 struct WalkHead {
   const float* peaks;    // [units]
   const float* weights;  // [units]

@@ -35,7 +35,7 @@ FluxionPredictor RandomNetwork(const SyntheticPredictorOptions& options) {
   predictor.model_fingerprint.assign(64, '0');
   predictor.tau = 0.1;
   predictor.streaming_threshold = 0.5f;
-  // What the network does not look at is divided by so much that it is nothing.
+  // Features that the network does not look at are divided by so much that they are nothing.
   predictor.mean.assign(kernels::kFluxionFeatures, 0);
   predictor.deviation.assign(kernels::kFluxionFeatures, 1e12f);
   const auto looks = [&](size_t feature, double mean, double deviation) {

@@ -14,6 +14,11 @@ namespace {
 // with homes of 64 GiB (README.md).
 constexpr double kLinkRate = 17, kWorkerRate = 4.7;
 
+// Limits of the operators on a GPU: query heads of a KV head in AnchorStatistics, and the tokens of
+// a row in SelectUnion, less one block.
+constexpr int32_t kMostGroup = 8;
+constexpr int64_t kMostTokens = (int64_t{1} << 20) - kernels::LevelTokens(0);
+
 absl::Status OutOfRange(const PolicyOptions& options, const char* field,
                         const std::string& expected, double found) {
   return absl::InvalidArgumentError(
@@ -53,7 +58,16 @@ absl::Status CheckFluxionOptions(const PolicyOptions& options) {
   if (!(fluxion.fixed_share >= 0 && fluxion.fixed_share <= 1)) {
     return OutOfRange(options, "fluxion_fixed_share", "0 to 1", fluxion.fixed_share);
   }
+  if (options.max_context > kMostTokens) {
+    return OutOfRange(options, "max_context", absl::StrCat("at most ", kMostTokens),
+                      options.max_context);
+  }
   if (fluxion.predictor == nullptr) return absl::OkStatus();
+  if (options.heads > kMostGroup * kv.heads) {
+    return OutOfRange(options, "fluxion_predictor",
+                      absl::StrCat("at most ", kMostGroup, " query heads for each KV head"),
+                      static_cast<double>(options.heads) / kv.heads);
+  }
   return ValidFluxionPredictor(*fluxion.predictor, "fluxion_predictor");
 }
 

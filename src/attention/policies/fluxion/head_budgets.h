@@ -46,7 +46,7 @@ class HeadBudgets {
   // Enqueues the budgets of the rows.
   void Predict(Stream& stream, int layer, const Queries& queries, const SegmentUnits& segments);
 
-  // What Predict wrote, in device memory.
+  // Return the results of Predict, in device memory.
   const float* budgets() const { return budgets_.as<float>(); }          // [rows][heads][levels]
   const int32_t* streaming() const { return streaming_.as<int32_t>(); }  // [rows][heads]
 

@@ -281,6 +281,11 @@ TEST_CASE("fluxion refuses options that do not fit, by name") {
     predictor.layers[0].bias[2] = std::numeric_limits<float>::quiet_NaN();
     o.fluxion.predictor = std::make_shared<const FluxionPredictor>(predictor);
   });
+  refused("max_context", [](PolicyOptions& o) { o.max_context = 1 << 20; });
+  refused("fluxion_predictor", [](PolicyOptions& o) {
+    o.heads = 18;  // nine for each KV head
+    o.fluxion.predictor = Constant({1, 1, 1, 1}, false);
+  });
   shape.block_tokens = 128;
   refused("block_tokens", [](PolicyOptions&) {});
 }
