@@ -42,6 +42,7 @@ PredictorTrainingOptions Options(Form form) {
   options.epochs = 8;
   options.batch = 64;
   options.false_streaming = 0.02;
+  options.quantile = 0.9;
   return options;
 }
 
