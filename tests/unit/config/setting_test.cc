@@ -125,7 +125,7 @@ TEST_CASE("a refused value says what is allowed and what was found") {
   CHECK(Refusal("load_format", "gguf") == "must be one of auto, dummy, but is \"gguf\"");
   CHECK(Refusal("load_format", "") == "must be one of auto, dummy, but is empty");
   CHECK(Refusal("policy", "Full") ==
-        "must be one of full, scout, recall, hgca, clo, ess, auto, but is \"Full\"");
+        "must be one of full, scout, recall, hgca, clo, fluxion, ess, auto, but is \"Full\"");
   CHECK(Refusal("log_prompts", "maybe") == "must be true or false, but is \"maybe\"");
   CHECK(Refusal("listen", "7000") ==
         "must be host:port with a port from 0 to 65535, but is \"7000\"");
