@@ -79,6 +79,10 @@ absl::Status Dictation::Begin(const Context& context, int total) {
   admitted_ = true;
   SLUICE_RETURN_IF_ERROR(WaitUntilWarm());
   if (parts_.policy->NeedsEndPrompt()) {
+    // A policy that learns from the last row of a prompt alone (fluxion) gets it, as in an engine.
+    if (parts_.policy->last_rows_wanted(total) == 1) {
+      SLUICE_RETURN_IF_ERROR(Run(count_ - 2, /*is_prompt=*/true));
+    }
     parts_.policy->EndPrompt(kSlot, handed_over, {});
     SLUICE_RETURN_IF_ERROR(WaitUntilWarm());
   }
@@ -90,14 +94,21 @@ absl::Status Dictation::Begin(const Context& context, int total) {
 }
 
 absl::StatusOr<absl::Span<const float>> Dictation::Step() {
+  SLUICE_RETURN_IF_ERROR(Run(count_ - 1, /*is_prompt=*/false));
+  ++decoded_;
+  return absl::MakeConstSpan(logits_.host.as<float>(),
+                             static_cast<size_t>(parts_.model->config().vocab_size));
+}
+
+absl::Status Dictation::Run(int32_t position, bool is_prompt) {
   int32_t* const rows = rows_.host.as<int32_t>();
   rows[0] = kSlot;
-  rows[1] = count_ - 1;
+  rows[1] = position;
   rows[2] = 0;
-  rows[3] = decoded_++;
+  rows[3] = decoded_;
   parts_.policy->Grow(kSlot, count_);
   const int32_t slots[] = {kSlot};
-  const int32_t positions[] = {count_ - 1};
+  const int32_t positions[] = {position};
   parts_.policy->BeginStep(*stream_, slots, positions);
   stream_->Copy(rows_.device.data(), rows, rows_.host.bytes());
   stream_->Copy(tokens_.device.data(), tokens_.host.data(), tokens_.host.bytes());
@@ -107,16 +118,15 @@ absl::StatusOr<absl::Span<const float>> Dictation::Step() {
   in.slots = rows_.device.as<int32_t>();
   in.numbers = in.slots + 3;
   in.positions = in.slots + 1;
-  in.rows = in.decode_rows = 1;
+  in.rows = 1;
+  in.decode_rows = is_prompt ? 0 : 1;
   in.logit_rows = in.slots + 2;
   in.logit_count = 1;
   in.logits = logits_.device.as<float>();
   parts_.model->Forward(*stream_, in, *parts_.policy);
   stream_->Copy(logits_.host.data(), logits_.device.data(), logits_.host.bytes());
   SLUICE_RETURN_IF_ERROR(Finish());
-  SLUICE_RETURN_IF_ERROR(parts_.policy->SlotHealth(kSlot));
-  return absl::MakeConstSpan(logits_.host.as<float>(),
-                             static_cast<size_t>(parts_.model->config().vocab_size));
+  return parts_.policy->SlotHealth(kSlot);
 }
 
 void Dictation::Append(int32_t next) {

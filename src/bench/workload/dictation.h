@@ -45,6 +45,8 @@ class Dictation {
   void End();
 
  private:
+  // Computes the row of a token, as one of the prompt or as a decode row, and its logits.
+  absl::Status Run(int32_t position, bool is_prompt);
   explicit Dictation(const Parts& parts);
   absl::Status Allocate();
   // Waits for all enqueued work.
