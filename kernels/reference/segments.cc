@@ -4,15 +4,11 @@
 #include <vector>
 
 #include "kernels/reference/reference.h"
+#include "kernels/reference/unit_tables.h"
 #include "kernels/scalar.h"
 
 namespace sluice::kernels::reference {
 namespace {
-
-int32_t* TableRow(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
-  return reinterpret_cast<int32_t*>(static_cast<char*>(rows.base) +
-                                    RowOffset(rows, slot, row, head));
-}
 
 // Returns the units that hold the tokens [begin, end).
 std::vector<int32_t> UnitsOf(int32_t begin, int32_t end, int32_t unit_tokens) {
@@ -22,12 +18,6 @@ std::vector<int32_t> UnitsOf(int32_t begin, int32_t end, int32_t unit_tokens) {
     if (units.empty() || units.back() != unit) units.push_back(unit);
   }
   return units;
-}
-
-void PutList(const UnitLists& lists, int64_t list, const std::vector<int32_t>& units) {
-  if (std::ssize(units) > lists.capacity) KernelCheckFailed("a list of units has no room");
-  std::copy(units.begin(), units.end(), lists.units + list * lists.capacity);
-  lists.counts[list] = static_cast<int32_t>(units.size());
 }
 
 }  // namespace
@@ -46,7 +36,7 @@ void SegmentLists(const SegmentListsParams& p, Worker worker) {
     const std::vector<int32_t> local = UnitsOf(segments.local, segments.end, p.unit_tokens);
     for (size_t i = 0; i < sink.size(); ++i) {
       const bool in_ring = newest - sink[i] < t.ring;
-      const int32_t place = in_ring ? sink[i] % t.ring : *TableRow(t.place_of, slot, sink[i], head);
+      const int32_t place = PlaceOf(t, slot, head, newest, sink[i]);
       if (place < 0) KernelCheckFailed("segment lists: a unit of the sink has no place");
       if (!in_ring) TableRow(t.places, slot, place, head)[1] = p.positions[r];
       p.sink_places[list * p.sink.capacity + static_cast<int64_t>(i)] = place;

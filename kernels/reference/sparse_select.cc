@@ -7,35 +7,14 @@
 
 #include "kernels/reference/element.h"
 #include "kernels/reference/reference.h"
+#include "kernels/reference/unit_tables.h"
 
 namespace sluice::kernels::reference {
 namespace {
 
-// Returns row `row` of a table of int32.
-int32_t* TableRow(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
-  return reinterpret_cast<int32_t*>(static_cast<char*>(rows.base) +
-                                    RowOffset(rows, slot, row, head));
-}
-
 std::vector<int32_t> ListOf(const UnitLists& lists, int64_t list) {
   const int32_t* units = lists.units + list * lists.capacity;
   return std::vector<int32_t>(units, units + lists.counts[list]);
-}
-
-void PutList(const UnitLists& lists, int64_t list, const std::vector<int32_t>& units) {
-  if (std::ssize(units) > lists.capacity) KernelCheckFailed("a list of units has no room");
-  std::copy(units.begin(), units.end(), lists.units + list * lists.capacity);
-  lists.counts[list] = static_cast<int32_t>(units.size());
-}
-
-bool IsPersistent(const ResidencyTable& t, int64_t head) {
-  return t.persistent != nullptr && t.persistent[head] != 0;
-}
-
-// Returns the place of a unit, or -1, from the tables and the ring.
-int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int64_t newest, int32_t unit) {
-  if (newest - unit < t.ring) return unit % t.ring;
-  return IsPersistent(t, head) ? t.ring + unit : *TableRow(t.place_of, slot, unit, head);
 }
 
 // Gives `unit` the place of the table that is to be given next, stamps it with `position` and

@@ -25,8 +25,6 @@ using Made = absl::StatusOr<std::unique_ptr<AttentionPolicy>>;
 
 Made NewFull(const PolicyOptions& o) { return NewFullPolicy(o); }
 
-Made NewFluxion(const PolicyOptions& o) { return NewFluxionPolicy(o); }
-
 Made NewScout(const PolicyOptions& o) { return NewScoutPolicy(o); }
 
 Made NewHgca(const PolicyOptions& o) { return NewHgcaPolicy(o); }
@@ -50,7 +48,7 @@ struct Known {
 constexpr Known kPolicies[] = {
     {"clo", NewCloPolicy, Caches::kKeysAndValues, true, nullptr},
     {"ess", NewEssPolicy, Caches::kIndexedLatents, true, EssTierShapesOf},
-    {"fluxion", NewFluxion, Caches::kKeysAndValues, true, nullptr},
+    {"fluxion", NewFluxionPolicy, Caches::kKeysAndValues, true, nullptr},
     {"full", NewFull, Caches::kAny, false, nullptr},
     {"hgca", NewHgca, Caches::kKeysAndValues, true, nullptr},
     {"offload-naive", NewEssPolicy, Caches::kIndexedLatents, true, EssTierShapesOf},

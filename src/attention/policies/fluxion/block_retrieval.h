@@ -27,10 +27,6 @@ class BlockRetrieval {
   kernels::UnitLists Choose(Stream& stream, int layer, const Queries& queries,
                             const HeadBudgets& budgets, kernels::SparseCounters* counters);
 
-  // Returns, for tests, the size of block of each list in the last call, as its level; -1: the list
-  // reads nothing. In device memory.
-  const int32_t* levels() const { return levels_.as<int32_t>(); }
-
  private:
   BlockRetrieval(const PolicyOptions& options, const FluxionShape& shape, const OffloadTier* tier)
       : shape_(shape), tier_(*tier), kernels_(options.device->kernels()) {}

@@ -9,6 +9,7 @@
 #include "src/attention/offload/block_recall.h"
 #include "src/attention/offload/co_attention.h"
 #include "src/attention/offload/decode_attention.h"
+#include "src/attention/offload/offload_policy.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/fluxion/block_retrieval.h"
 #include "src/attention/policies/fluxion/fluxion_options.h"
@@ -45,12 +46,12 @@ struct Parts {
   std::unique_ptr<CoAttention> workers;
 };
 
-class FluxionPolicyImpl : public FluxionPolicy {
+class FluxionPolicy : public OffloadPolicy {
  public:
-  static absl::StatusOr<std::unique_ptr<FluxionPolicy>> Create(const PolicyOptions& options);
-  FluxionPolicyImpl(const PolicyOptions& options, const FluxionShape& shape,
-                    std::unique_ptr<OffloadTier> tier, Buffer written, Scratch scratch, Parts parts)
-      : FluxionPolicy(options, std::move(tier), std::move(written)),
+  static absl::StatusOr<std::unique_ptr<AttentionPolicy>> Create(const PolicyOptions& options);
+  FluxionPolicy(const PolicyOptions& options, const FluxionShape& shape,
+                std::unique_ptr<OffloadTier> tier, Buffer written, Scratch scratch, Parts parts)
+      : OffloadPolicy(options, std::move(tier), std::move(written)),
         shape_(shape),
         device_share_(FluxionDeviceShare(options)),
         scratch_(std::move(scratch)),
@@ -58,7 +59,7 @@ class FluxionPolicyImpl : public FluxionPolicy {
         budgets_(*parts_.budgets),
         workers_(*parts_.workers) {}
 
-  ~FluxionPolicyImpl() override {
+  ~FluxionPolicy() override {
     // A warm-up under way uses the members.
     AwaitWarmUps();
   }
@@ -69,7 +70,6 @@ class FluxionPolicyImpl : public FluxionPolicy {
     const int64_t digest = int64_t{2} * shape_.head_dim * SizeOf(kv().element_type);
     return shape_.kv_heads * kv().BlocksFor(tokens) * digest;
   }
-  const int32_t* levels() const override { return parts_.retrieval->levels(); }
 
   // one row, which is the anchor's
   int last_rows_wanted(int64_t /*total*/) const override {
@@ -82,16 +82,17 @@ class FluxionPolicyImpl : public FluxionPolicy {
   }
   void BeginStep(Stream& /*stream*/, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {
-    budgets_.first_queries().prompts().BeginStep(slots, positions);
+    if (budgets_.predicts()) budgets_.first_queries().prompts().BeginStep(slots, positions);
   }
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
     OffloadPolicy::Attend(stream, layer, params);
+    if (!budgets_.predicts()) return;
     PromptQueries& prompts = budgets_.first_queries().prompts();
     if (!tier().dense(layer)) prompts.Keep(stream, layer, params);
     if (layer == shape_.layers - 1) prompts.EndStep(stream);
   }
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
-    budgets_.first_queries().EndPrompt(slot, tokens, hints);
+    if (budgets_.predicts()) budgets_.first_queries().EndPrompt(slot, tokens, hints);
     OffloadPolicy::EndPrompt(slot, tokens, std::move(hints));
   }
 
@@ -180,7 +181,9 @@ class FluxionPolicyImpl : public FluxionPolicy {
     }
   }
 
-  void Joined(int slot) override { budgets_.first_queries().prompts().Joined(slot); }
+  void Joined(int slot) override {
+    if (budgets_.predicts()) budgets_.first_queries().prompts().Joined(slot);
+  }
 
  private:
   // Returns the counts of one of the lists of Scratch::counts.
@@ -309,7 +312,7 @@ absl::StatusOr<std::unique_ptr<CoAttention>> NewWorkers(const PolicyOptions& opt
   return CoAttention::Create(o);
 }
 
-absl::StatusOr<std::unique_ptr<FluxionPolicy>> FluxionPolicyImpl::Create(
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> FluxionPolicy::Create(
     const PolicyOptions& options) {
   SLUICE_RETURN_IF_ERROR(CheckFluxionOptions(options));
   const FluxionShape shape = FluxionShapeOf(options, MaxDecodeRows(options));
@@ -343,14 +346,14 @@ absl::StatusOr<std::unique_ptr<FluxionPolicy>> FluxionPolicyImpl::Create(
   SLUICE_ASSIGN_OR_RETURN(parts.workers, NewWorkers(options, shape));
   SLUICE_ASSIGN_OR_RETURN(Scratch scratch, MakeScratch(options, shape));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
-  return std::make_unique<FluxionPolicyImpl>(options, shape, std::move(tier), std::move(written),
-                                             std::move(scratch), std::move(parts));
+  return std::make_unique<FluxionPolicy>(options, shape, std::move(tier), std::move(written),
+                                         std::move(scratch), std::move(parts));
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<FluxionPolicy>> NewFluxionPolicy(const PolicyOptions& options) {
-  return FluxionPolicyImpl::Create(options);
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewFluxionPolicy(const PolicyOptions& options) {
+  return FluxionPolicy::Create(options);
 }
 
 }  // namespace sluice

@@ -44,11 +44,11 @@ absl::StatusOr<std::unique_ptr<HeadBudgets>> HeadBudgets::Create(const PolicyOpt
                                                                  const FluxionShape& shape,
                                                                  const OffloadTier* tier) {
   auto made = std::unique_ptr<HeadBudgets>(new HeadBudgets(options, shape, tier));
-  SLUICE_ASSIGN_OR_RETURN(made->first_queries_, FirstQueries::Create(options));
   if (!made->predicts()) {
     SLUICE_RETURN_IF_ERROR(made->UploadConstants());
     return made;
   }
+  SLUICE_ASSIGN_OR_RETURN(made->first_queries_, FirstQueries::Create(options));
   SLUICE_RETURN_IF_ERROR(made->Allocate());
   SLUICE_RETURN_IF_ERROR(made->UploadNetwork());
   return made;

@@ -37,7 +37,7 @@ class HeadBudgets {
 
   // Returns whether budgets depend on anchors and queries. Otherwise they are constants.
   bool predicts() const { return options_.fluxion.predictor != nullptr && !is_fixed(); }
-  // Collects the queries of prompts, of which the last one is the anchor's.
+  // Collects the queries of prompts, of which the last one is the anchor's. REQUIRES: predicts().
   FirstQueries& first_queries() { return *first_queries_; }
 
   // Enqueues the statistics of a slot's anchor in a layer. Without an anchor every head of the
@@ -67,9 +67,9 @@ class HeadBudgets {
   const PolicyOptions options_;
   const FluxionShape shape_;
   const OffloadTier& tier_;
-  std::unique_ptr<FirstQueries> first_queries_;
   Buffer budgets_, streaming_;
   // Everything below is there only if predicts().
+  std::unique_ptr<FirstQueries> first_queries_;
   kernels::FluxionNetwork network_{};
   Buffer network_values_;
   // float [layers][slots] of what FluxionAnchors has for a slot

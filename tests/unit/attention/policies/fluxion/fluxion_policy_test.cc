@@ -24,7 +24,7 @@ using testing::RelativeError;
 constexpr double kTolerance = 1e-2;
 constexpr int kRingTokens = 384;
 
-std::unique_ptr<FluxionPolicy> Make(const PolicyOptions& options) {
+std::unique_ptr<AttentionPolicy> Make(const PolicyOptions& options) {
   auto policy = NewFluxionPolicy(options);
   INFO(std::string(policy.status().ToString()));
   REQUIRE(policy.ok());
