@@ -126,7 +126,10 @@ absl::StatusOr<Report> ParseReport(const std::string& text) {
 }
 
 absl::Status WriteReport(const Report& report, const std::string& path) {
-  const std::string text = ToJson(report);
+  return WriteJsonText(ToJson(report), path);
+}
+
+absl::Status WriteJsonText(const std::string& text, const std::string& path) {
   if (path == "-") {
     std::fputs(text.c_str(), stdout);
     return std::fflush(stdout) == 0 ? absl::OkStatus() : absl::InternalError("standard output");

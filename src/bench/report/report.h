@@ -51,6 +51,8 @@ absl::StatusOr<Report> ParseReport(const std::string& text);
 
 // Writes ToJson(report) to `path`, or to standard output if `path` is "-".
 absl::Status WriteReport(const Report& report, const std::string& path);
+// Does the same with a text that --json asked for. INVALID_ARGUMENT: it cannot be written.
+absl::Status WriteJsonText(const std::string& text, const std::string& path);
 absl::StatusOr<Report> ReadReport(const std::string& path);
 
 }  // namespace sluice::bench

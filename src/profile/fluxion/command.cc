@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <memory>
 #include <mutex>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
@@ -14,8 +15,8 @@
 #include "src/bench/policies/quality.h"
 #include "src/bench/report/flags.h"
 #include "src/device/cpu/cpu_device.h"
+#include "src/profile/fluxion/command_parts.h"
 #include "src/profile/fluxion/document_rows.h"
-#include "src/profile/fluxion/feature_use.h"
 #include "src/profile/fluxion/predictor_check.h"
 #include "src/profile/fluxion/predictor_training.h"
 #include "src/profile/fluxion/sample_file.h"
@@ -26,9 +27,13 @@ namespace sluice {
 namespace {
 
 using bench::Flags;
+using fluxion::Fail;
+using fluxion::Missing;
+using fluxion::Parse;
+using fluxion::ReadAllSamples;
 
 constexpr char kUsage[] =
-    "usage: sluice-profile fluxion collect|train|check|features [flags]\n"
+    "usage: sluice-profile fluxion collect|train|check|features|summary [flags]\n"
     "\n"
     "Makes the predictor of policy fluxion, which tells how much of the cache outside HBM each\n"
     "query head needs.\n"
@@ -38,32 +43,10 @@ constexpr char kUsage[] =
     "  train    trains a predictor by samples\n"
     "  check    compares predictors with simpler rules, on documents that were not collected\n"
     "  features tells what a predictor makes of each feature\n"
+    "  summary  tells what samples say of a model: budgets by size of block, and which heads "
+    "stream\n"
     "\n"
     "Each has a --help of its own.\n";
-
-int Fail(const std::string& command, const absl::Status& status, int code = 1) {
-  std::fprintf(stderr, "sluice-profile fluxion %s: %s\n", command.c_str(),
-               std::string(status.message()).c_str());
-  return code;
-}
-
-// Returns the exit status if the command ends with its arguments.
-std::optional<int> Parse(Flags& flags, const std::string& command,
-                         absl::Span<const std::string> args) {
-  const absl::StatusOr<bool> parsed = flags.Parse(args);
-  if (!parsed.ok()) {
-    return Fail(
-        command,
-        absl::InvalidArgumentError(absl::StrCat(parsed.status().message(), " (see --help)")), 2);
-  }
-  if (*parsed) return std::nullopt;
-  std::fputs(flags.Help().c_str(), stdout);
-  return 0;
-}
-
-absl::Status Missing(const std::string& flag, const std::string& what) {
-  return absl::InvalidArgumentError(absl::StrCat("--", flag, " is missing: ", what));
-}
 
 // Documents, and the model that computes them.
 struct Source {
@@ -186,29 +169,6 @@ int Collect(absl::Span<const std::string> args) {
   return 0;
 }
 
-absl::StatusOr<FluxionSamples> ReadAllSamples(const std::vector<std::string>& paths) {
-  FluxionSamples all;
-  for (const std::string& path : paths) {
-    SLUICE_ASSIGN_OR_RETURN(const FluxionSamples read, ReadFluxionSamples(path));
-    if (!all.model_fingerprint.empty() &&
-        (read.model_fingerprint != all.model_fingerprint || read.tau != all.tau)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(path, ": is of another model or tau than ", paths[0],
-                       ": collect the samples with the same model and --tau"));
-    }
-    // Documents of different files are different documents.
-    int32_t before = 0;
-    for (const FluxionSample& sample : all.samples) before = std::max(before, sample.document);
-    for (FluxionSample sample : read.samples) {
-      sample.document += before;
-      all.samples.push_back(sample);
-    }
-    all.model_fingerprint = read.model_fingerprint;
-    all.tau = read.tau;
-  }
-  return all;
-}
-
 int Train(absl::Span<const std::string> args) {
   std::vector<std::string> paths;
   std::string out, form = "four";
@@ -291,6 +251,7 @@ void PrintCheck(const PredictorCheck& check) {
 int Check(absl::Span<const std::string> args) {
   Source source;
   std::vector<std::string> paths, samples_paths;
+  std::string json_file;
   double fixed = 0.05, quantile = PredictorTrainingOptions().quantile;
   Flags flags("sluice-profile fluxion check",
               "Selects by predictors and by simpler rules on the same rows, and tells what each\n"
@@ -299,7 +260,7 @@ int Check(absl::Span<const std::string> args) {
               "large, by samples; an error of 10 % of a head's own output; 95 % of its attention.\n"
               "Take documents that no sample was collected from.",
               "  sluice-profile fluxion check m.predictor --model models/m --texts other.json \\\n"
-              "      --samples m.samples");
+              "      --samples m.samples --json check.json");
   flags.Rest("FILE", "predictors", &paths);
   source.AddFlags(flags);
   flags.Repeated("samples", "FILE", "file of samples, for the table of heads",
@@ -311,6 +272,10 @@ int Check(absl::Span<const std::string> args) {
                &fixed);
   flags.Number("quantile", "share of a head's samples whose budget its entry in the table suffices",
                0, 1, &quantile);
+  flags.File("json",
+             "write the comparison as JSON, which tools/sluice plot-fluxion draws; without FILE, "
+             "to standard output in place of the table",
+             &json_file);
   if (const auto end = Parse(flags, "check", args)) return *end;
   std::vector<FluxionPredictor> predictors;
   for (const std::string& path : paths) {
@@ -342,53 +307,11 @@ int Check(absl::Span<const std::string> args) {
       },
       [&](const LayerRow& row) { check.Add(row); });
   if (!measured.ok()) return Fail("check", measured.status());
-  PrintCheck(check);
-  return 0;
-}
-
-int Features(absl::Span<const std::string> args) {
-  std::vector<std::string> paths, samples_paths;
-  int64_t most = 20'000;
-  Flags flags(
-      "sluice-profile fluxion features",
-      "Tells what a predictor makes of each feature: how its answers change if the feature\n"
-      "is that of another sample. Take samples that it was not trained by.",
-      "  sluice-profile fluxion features m.predictor --samples other.samples");
-  flags.Rest("FILE", "the predictor", &paths);
-  flags.Repeated("samples", "FILE", "file of samples", [&](const std::string& path) {
-    samples_paths.push_back(path);
-    return absl::OkStatus();
-  });
-  flags.Integer("most", "samples that are looked at, evenly spread", 2, INT64_MAX, &most);
-  if (const auto end = Parse(flags, "features", args)) return *end;
-  if (paths.size() != 1 || samples_paths.empty()) {
-    return Fail("features",
-                absl::InvalidArgumentError("name one predictor, and --samples (see --help)"), 2);
-  }
-  const absl::StatusOr<FluxionPredictor> predictor = ReadFluxionPredictor(paths[0]);
-  if (!predictor.ok()) return Fail("features", predictor.status());
-  const absl::StatusOr<FluxionSamples> read = ReadAllSamples(samples_paths);
-  if (!read.ok()) return Fail("features", read.status());
-  const absl::Status same = CheckFluxionPredictor(*predictor, read->model_fingerprint);
-  if (!same.ok()) return Fail("features", same);
-  std::vector<FluxionSample> samples;
-  const size_t step = std::max<size_t>(read->samples.size() / static_cast<size_t>(most), 1);
-  for (size_t i = 0; i < read->samples.size(); i += step) samples.push_back(read->samples[i]);
-  const FeatureUses uses = MeasureFeatureUses(*predictor, samples, /*seed=*/1);
-  std::printf(
-      "%zu samples, streaming told rightly for %.1f %%. With the feature of another sample:\n"
-      "%-34s %8s %9s %8s\n",
-      samples.size(), 100 * uses.whole.streaming_right, "", "right", "streaming", "budget");
-  for (size_t f = 0; f < uses.exchanged.size(); ++f) {
-    const FeatureUse& use = uses.exchanged[f];
-    std::printf("%2zu %-31s %7.1f%% %8.2f%% %8.4f\n", f, kFluxionFeatureNames[f],
-                100 * use.streaming_right, 100 * use.streaming_changed, use.budget_changed);
-  }
-  std::printf(
-      "right: heads of which it is told rightly whether they stream. streaming: heads for which "
-      "that\n"
-      "changes. budget: mean change of the budget at blocks of 16 tokens.\n");
-  return 0;
+  if (json_file != "-") PrintCheck(check);
+  if (json_file.empty()) return 0;
+  const absl::Status written =
+      fluxion::WriteJson(CheckJson(check, *measured, source.rows.tau), json_file);
+  return written.ok() ? 0 : Fail("check", written);
 }
 
 }  // namespace
@@ -400,16 +323,18 @@ int RunFluxionCommand(const std::vector<std::string>& args) {
   if (command == "collect") return Collect(rest);
   if (command == "train") return Train(rest);
   if (command == "check") return Check(rest);
-  if (command == "features") return Features(rest);
+  if (command == "features") return fluxion::Features(rest);
+  if (command == "summary") return fluxion::Summary(rest);
   if (command == "--help") {
     std::fputs(kUsage, stdout);
     return 0;
   }
   std::fprintf(stderr, "sluice-profile fluxion: %s (see --help)\n",
-               command.empty() ? "takes collect, train, check or features"
-                               : absl::StrCat("there is no '", command,
-                                              "': it takes collect, train, check or features")
-                                     .c_str());
+               command.empty()
+                   ? "takes collect, train, check, features or summary"
+                   : absl::StrCat("there is no '", command,
+                                  "': it takes collect, train, check, features or summary")
+                         .c_str());
   return 2;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 namespace sluice {
@@ -221,6 +222,30 @@ void PredictorCheck::Add(const LayerRow& row) {
     }
   }
   for (const GroupAttention& of : row.groups) cpu_tokens_ += kernels::CpuTokens(of.segments());
+}
+
+nlohmann::json CheckJson(const PredictorCheck& check, const std::string& model_fingerprint,
+                         double tau) {
+  nlohmann::json sources = nlohmann::json::array();
+  for (size_t i = 0; i < check.sources().size(); ++i) {
+    const SourceSums& of = check.sums()[i];
+    sources.push_back({{"name", check.sources()[i].name},
+                       {"groups", of.groups},
+                       {"tasks", of.tasks},
+                       {"digests", of.digests},
+                       {"tokens", of.tokens},
+                       {"bytes", of.bytes()},
+                       {"volume", of.volume},
+                       {"heads", of.heads},
+                       {"violations", of.violations},
+                       {"streaming_needed", of.streaming_needed},
+                       {"streaming_told", of.streaming_told},
+                       {"streaming_right", of.streaming_right},
+                       {"tasks_by_level", of.levels}});
+  }
+  return {{"format", "sluice-fluxion-check"},       {"version", 1},
+          {"model_fingerprint", model_fingerprint}, {"tau", tau},
+          {"cpu_tokens", check.cpu_tokens()},       {"sources", std::move(sources)}};
 }
 
 }  // namespace sluice

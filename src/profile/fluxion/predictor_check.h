@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -74,5 +75,11 @@ class PredictorCheck {
   std::vector<SourceSums> sums_;
   int64_t cpu_tokens_ = 0;
 };
+
+// Returns every source's sums as tools/sluice plot-fluxion reads them, for rows of the model with
+// this fingerprint and labels of this tau. The first source is the one that others are compared
+// with.
+nlohmann::json CheckJson(const PredictorCheck& check, const std::string& model_fingerprint,
+                         double tau);
 
 }  // namespace sluice
