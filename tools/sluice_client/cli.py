@@ -25,6 +25,8 @@ which generates.
   plot-policies
              plots the results of sluice-bench policies --out
   plot-heads plots the heads that sluice-profile --clo measured
+  plot-fluxion
+             plots heads and predictors that sluice-profile fluxion measured
 """
 
 # Commands that need a decode node.
@@ -216,6 +218,12 @@ def _add_plot_heads(p) -> None:
     p.add_argument("--out", metavar="PNG", help="the picture (default: the profile's name and .png)")
 
 
+def _add_plot_fluxion(p) -> None:
+    p.add_argument("--summary", metavar="FILE", help="the file that sluice-profile fluxion summary --json wrote")
+    p.add_argument("--check", metavar="FILE", help="the file that sluice-profile fluxion check --json wrote")
+    p.add_argument("--out", metavar="PNG", help="the picture (default: the first file's name and .png)")
+
+
 _COMMANDS = {
     "generate": ("Streams the continuation of one prompt.", _add_generate),
     "chat": ("Holds a conversation on the terminal.", _add_chat),
@@ -230,6 +238,8 @@ _COMMANDS = {
     "texts": ("Writes real text as token ids, and texts that hide pass keys.", _add_texts),
     "plot-policies": ("Plots a run of sluice-bench policies, as PNG files in its folder.", _add_plot_policies),
     "plot-heads": ("Plots the heads that sluice-profile --clo measured, as a PNG file.", _add_plot_heads),
+    "plot-fluxion": ("Plots heads and predictors that sluice-profile fluxion measured, as a PNG file.",
+                     _add_plot_fluxion),
 }
 
 
@@ -261,6 +271,8 @@ def _check(parser: argparse.ArgumentParser, args) -> None:
     if args.command == "status" and not (args.decode or args.prefill):
         parser.error("status needs a node: give --decode ADDR or --prefill ADDR, or set SLUICE_DECODE or "
                      "SLUICE_PREFILL in the environment")
+    if args.command == "plot-fluxion" and not (args.summary or args.check):
+        parser.error("plot-fluxion needs something to draw: give --summary FILE, --check FILE or both")
     if args.command == "generate":
         if args.prompt is not None and not args.tokenizer:
             parser.error("--prompt needs --tokenizer DIR (the model's directory)")

@@ -100,4 +100,15 @@ A row is a layer, a square a KV head: in how many lookups it keeps its selection
 neighbouring steps are, and from which clo_persistent_share on its whole cache lies in HBM.
 It needs matplotlib: .venv/bin/pip install matplotlib
 """,
+    "plot-fluxion": """example:
+  build/release/bin/sluice-profile fluxion summary m.samples --predictor m.predictor --json summary.json
+  build/release/bin/sluice-profile fluxion check m.predictor --model models/m --texts other.json --json check.json
+  tools/sluice plot-fluxion --summary summary.json --check check.json --out fluxion.png
+
+A summary gives the budget over the size of block of heads that do not stream (median, quartiles, and heads one by
+one), the line of equation 1 with its R², and maps of layers and query heads: in how many samples a head streams, and
+in how many the predictor says so. A check gives what each way to budget reads, and its heads further off than tau:
+what lies below and to the left of the grey lines is better than the fixed budget.
+It needs matplotlib: .venv/bin/pip install matplotlib
+""",
 }

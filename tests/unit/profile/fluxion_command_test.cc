@@ -1,5 +1,6 @@
 #include <catch2/catch.hpp>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -48,7 +49,22 @@ TEST_CASE("samples of a model's documents are collected, train a predictor, and 
   std::vector<std::string> check = {
       "check", dir.File("p"), "--samples", dir.File("samples"), "--first-document", "5"};
   check.insert(check.end(), of.begin(), of.end());
+  check.insert(check.end(), {"--json", dir.File("check.json")});
   CHECK(RunFluxionCommand(check) == 0);
+  std::ifstream written(dir.File("check.json"));
+  const auto compared = nlohmann::json::parse(written);
+  CHECK(compared["model_fingerprint"] == samples->model_fingerprint);
+  CHECK(compared["cpu_tokens"] > 0);
+  const auto& sources = compared["sources"];
+  REQUIRE(sources.size() == 7);  // with the table and the predictor
+  CHECK(sources[0]["name"] == "fixed (16, 0.05)");
+  CHECK(sources[1]["name"] == "oracle");
+  CHECK(sources[1]["streaming_right"] == sources[1]["heads"]);
+  CHECK(sources[6]["name"] == "p");
+  for (const auto& source : sources) {
+    CHECK(source["bytes"] == source["digests"].get<int64_t>() + source["tokens"].get<int64_t>());
+    CHECK(source["heads"] == sources[0]["heads"]);
+  }
   CHECK(RunFluxionCommand({"features", dir.File("p"), "--samples", dir.File("samples")}) == 0);
   CHECK(RunFluxionCommand({"features", dir.File("p")}) == 2);
 
