@@ -86,7 +86,9 @@ int Summary(absl::Span<const std::string> args) {
   flags.Rest("FILE", "files of samples", &paths);
   flags.Text("predictor", "FILE", "predictor that is asked which of the heads stream",
              &predictor_path);
-  flags.File("json", "write the summary as JSON; without FILE, to standard output", &json_file);
+  flags.File("json",
+             "write the summary as JSON; without FILE, to standard output in place of the text",
+             &json_file);
   if (const auto end = Parse(flags, "summary", args)) return *end;
   if (paths.empty()) {
     return Fail("summary", absl::InvalidArgumentError("name a file of samples (see --help)"), 2);
