@@ -123,15 +123,15 @@ def _map_drawer(summary: dict, key: str, title: str):
 
 
 def _draw_check(axes, check: dict) -> None:
-    for name, read, off in points(check):
-        axes.plot(read, off, marker="o", linestyle="none", label=name)
+    found = points(check)
+    for name, read, off in found:
+        axes.plot(read, off, marker="o", linestyle="none", clip_on=False)
         axes.annotate(name, (read, off), textcoords="offset points", xytext=(5, 4), fontsize=7)
-    _, read, off = points(check)[0]
+    _, read, off = found[0]
     axes.axvline(read, color="0.7", linewidth=0.8)
     axes.axhline(off, color="0.7", linewidth=0.8)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.25 * max(read for _, read, _ in found))  # which leaves room for names
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.2, y=0.1)
     axes.set_xlabel(f"bytes read, as a share of {check['sources'][0]['name']}'s")
     axes.set_ylabel(f"% of heads further off than tau ({check['tau']:g})")
     axes.set_title("what ways to budget read and miss", fontsize=9)
