@@ -1,6 +1,7 @@
 #include "src/attention/offload/co_attention.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,11 @@ class CoAttentionImpl : public CoAttention {
     for (CoAttentionSide& side : sides_) side = carve.Side();
     counts_ = carve.Counts();
     for (int32_t i = 0; i <= options_.max_rows; ++i) counts_[i] = i;
+    no_words_ = carve.NoWords();
+    const int64_t lists = int64_t{options_.max_rows} * options_.kv_heads;
+    std::fill_n(no_words_, lists, PartWords{});
+    for (CoAttentionSide& side : sides_) std::fill_n(side.words, lists, PartWords{});
+    MakeRoomForParts();
     shares_.reserve(static_cast<size_t>(options_.workers));
     for (int w = 0; w < options_.workers; ++w) shares_.emplace_back(options_);
     homes_.resize(static_cast<size_t>(options_.layers));
@@ -71,7 +77,8 @@ class CoAttentionImpl : public CoAttention {
     workers_->Raise(stream, channel);
   }
 
-  // Answers lie by slot.
+  // Answers lie by slot. The words of the lists are wiped for the next request of this side, which
+  // comes after this: at Start they would be one piece too many for the launch.
   void Finish(Stream& stream, int channel, const int32_t* slots, int rows, float* o,
               float* lse) override {
     workers_->Await(stream, channel);
@@ -83,12 +90,28 @@ class CoAttentionImpl : public CoAttention {
     };
     piece(from.o, o, options_.heads * options_.head_dim);
     piece(from.lse, lse, options_.heads);
+    const int64_t words = int64_t{rows} * options_.kv_heads * int64_t{sizeof(PartWords)};
+    bring.pieces[bring.count++] = {
+        no_words_, from.words, 0, words, nullptr, 1, static_cast<int32_t>(words)};
     options_.device->kernels().CopyRows(stream, bring);
   }
 
   SlotWorkers& workers() override { return *workers_; }
 
  private:
+  // A list of one part needs no room, and pages that are never written cost nothing.
+  void MakeRoomForParts() {
+    const int most_parts = CoAttentionMostParts(options_);
+    if (most_parts == 1) return;
+    const int64_t values = int64_t{options_.max_rows} * options_.heads * most_parts;
+    for (int i = 0; i < kSides; ++i) {
+      const auto floats = static_cast<size_t>(values * (options_.head_dim + 1));
+      part_results_[i] = std::make_unique_for_overwrite<float[]>(floats);
+      sides_[i].part_o = part_results_[i].get();
+      sides_[i].part_lse = sides_[i].part_o + values * options_.head_dim;
+    }
+  }
+
   const CoAttentionSide& side(int channel) const { return sides_[channel % kSides]; }
 
   // Written before the channel's first round, read by workers in every one.
@@ -109,9 +132,13 @@ class CoAttentionImpl : public CoAttention {
     return served;
   }
 
-  // Returns whether there was a sequence to serve.
+  // Returns whether there was a sequence to serve. A worker holds the round when it claims a part
+  // and when it gives the results, not in between; if it is late, it writes nothing.
   absl::StatusOr<bool> Serve(int worker, int channel, WorkerShare& share) {
     const uint64_t bit = uint64_t{1} << worker;
+    const PartBoard board = BoardOf(channel);
+    const absl::Cleanup rest = [this, worker] { workers_->SetReading(worker, -1); };
+    bool more = false;
     {
       const SlotWorkers::Held held(*workers_, worker);
       if (!held) return false;
@@ -119,53 +146,64 @@ class CoAttentionImpl : public CoAttention {
         const uint64_t servers = workers_->Servers(slot);
         return (servers & bit) != 0 ? servers : uint64_t{0};
       });
-      share.TakeItems(side(channel), channel, bit);
+      if (share.rows().empty()) return false;
+      share.Divide(board, side(channel), channel, bit);
+      more = Claim(worker, channel, board, share);
     }
-    if (share.rows().empty()) return false;
     SLUICE_RETURN_IF_ERROR(SlotWorkers::InjectedFault());
-    for (size_t i = 0; i < share.rows().size(); ++i) {
-      const WorkerShare::Row& row = share.rows()[i];
-      for (int head = 0; head < options_.kv_heads; ++head) {
-        if (!share.Mine(i, head)) continue;
-        SLUICE_ASSIGN_OR_RETURN(const bool in_time, Attend(worker, channel, row, head, share));
-        if (!in_time) return true;
-      }
+    while (more) {
+      SLUICE_RETURN_IF_ERROR(Attend(worker, channel, share));
+      const SlotWorkers::Held held(*workers_, worker);
+      if (!held) return true;
+      share.Give(board, side(channel));
+      more = Claim(worker, channel, board, share);
     }
     return true;
   }
 
-  // Attends to one head of a row. Returns false if it is too late and nothing was written.
-  absl::StatusOr<bool> Attend(int worker, int channel, const WorkerShare::Row& row, int head,
-                              WorkerShare& share) {
+  // Claims the worker's next part. Parts without units are answered at once. Returns false if
+  // nothing is left. REQUIRES: the worker holds the round.
+  bool Claim(int worker, int channel, const PartBoard& board, WorkerShare& share) {
     const ChannelHome& home = homes_[static_cast<size_t>(channel)];
-    const absl::Cleanup rest = [this, worker] { workers_->SetReading(worker, -1); };
-    {
-      const SlotWorkers::Held held(*workers_, worker);
-      if (!held) return false;
-      // Stored while the step still waits, so that whoever sees the step done sees this too.
-      workers_->SetReading(worker, row.slot);
-      share.TakeQuery(side(channel), row, head);
-      if (options_.source == nullptr) share.TakeList(side(channel), home, row, head);
+    while (share.Claim(board, side(channel), home)) {
+      if (!share.empty()) {
+        // Stored while the step still waits, so that whoever sees the step done sees this too.
+        workers_->SetReading(worker, share.part().row.slot);
+        return true;
+      }
+      share.Compute(home);
+      share.Give(board, side(channel));
     }
+    return false;
+  }
+
+  // Attends to the part that the worker has claimed.
+  absl::Status Attend(int worker, int channel, WorkerShare& share) {
+    const ChannelHome& home = homes_[static_cast<size_t>(channel)];
     if (options_.source == nullptr) {
-      share.Compute(home, row, head);
-    } else {
-      Task task = share.TaskOf(row, head);
-      task.channel = channel;
-      task.scale = home.scale;
-      const auto owes = [this, worker] { return workers_->Owes(worker); };
-      SLUICE_RETURN_IF_ERROR(options_.source->Attend(worker, task, owes));
+      share.Compute(home);
+      return absl::OkStatus();
     }
-    const SlotWorkers::Held held(*workers_, worker);
-    if (!held) return false;
-    share.Give(side(channel), row, head);
-    return true;
+    Task task = share.TaskOf();
+    task.channel = channel;
+    task.scale = home.scale;
+    return options_.source->Attend(worker, task, [this, worker] { return workers_->Owes(worker); });
+  }
+
+  // A source's lists are whole.
+  PartBoard BoardOf(int channel) const {
+    const CoAttentionSide& of = side(channel);
+    if (options_.source != nullptr) return {of.words, nullptr, 1};
+    const kernels::DType type = homes_[static_cast<size_t>(channel)].cache.type;
+    return {of.words, of.lists.counts, CoAttentionPartUnits(options_, kernels::SizeOf(type))};
   }
 
   const Options options_;
   const Buffer memory_;
   CoAttentionSide sides_[kSides];
+  std::unique_ptr<float[]> part_results_[kSides];
   int32_t* counts_ = nullptr;  // [max_rows + 1] 0, 1, ...: a stream copies its row count from here
+  PartWords* no_words_ = nullptr;         // [max_rows][kv_heads] zeros: a stream copies them
   std::vector<WorkerShare> shares_;       // by worker
   std::vector<ChannelHome> homes_;        // by channel
   std::unique_ptr<SlotWorkers> workers_;  // last: its threads use all members above
@@ -173,10 +211,10 @@ class CoAttentionImpl : public CoAttention {
 
 }  // namespace
 
-// Workers that share a sequence share its KV heads, so a group has no more workers than there are
-// KV heads. The sequences of a group can even out among its workers, but not among groups, so
-// groups are no smaller than that either. The exception: two workers and two slots make two groups,
-// so that half of the sequences survive the loss of a worker.
+// A group has no more workers than there are KV heads: a sequence with short lists, one part each,
+// has no more work to share. The sequences of a group can even out among its workers, but not among
+// groups, so groups are no smaller than that either. The exception: two workers and two slots make
+// two groups, so that half of the sequences survive the loss of a worker.
 int CoAttentionGroups(const CoAttention::Options& options) {
   const int by_heads = (options.workers + options.kv_heads - 1) / options.kv_heads;
   return std::clamp(std::max(by_heads, 2), 1, std::min(options.workers, options.slots));
@@ -191,7 +229,8 @@ absl::StatusOr<std::unique_ptr<CoAttention>> CoAttention::Create(const Options& 
   }
   if (options.slots < 1 || options.layers < 1 || options.max_rows < 1 || options.kv_heads < 1 ||
       options.heads % options.kv_heads != 0 || options.head_dim < 1 ||
-      (options.source == nullptr && (options.capacity < 1 || options.unit_tokens < 1))) {
+      (options.source == nullptr &&
+       (options.capacity < 1 || options.unit_tokens < 1 || options.part_bytes < 1))) {
     return absl::InvalidArgumentError("co-attention: a shape is not above 0");
   }
   SLUICE_ASSIGN_OR_RETURN(Buffer memory, options.device->Allocate(

@@ -8,8 +8,17 @@
 // stream that only waits for answers holds up no other work. At most two channels are under way at
 // once, those of neighbouring layers: Start(channel) comes after Finish(channel - 2).
 //
-// Workers form groups (src/attention/offload/slot_workers.h). The workers of a group share the KV
-// heads of its sequences; a head's K and V are read once for all its query heads.
+// Workers form groups (src/attention/offload/slot_workers.h). The workers of a group share the
+// lists of its sequences; a head's K and V are read once for all its query heads. A list is cut
+// into parts of equal numbers of units, by its length alone, and workers claim parts: each first
+// those of a share that is its own by arithmetic, then any that are left. So a round waits for no
+// worker while a part is unclaimed. Whoever finishes the last part of a list merges all of them in
+// their order, so results do not depend on which worker did what, to the bit. A part is claimed
+// once: if its worker fails, nobody else does it, and the sequences of the group end.
+//
+// The results of parts take max_rows * heads * (head_dim + 1) floats of host memory for each part
+// that a list may have, twice, of which only what has been used is resident: 16 rows of 32 heads of
+// 128 and 32 parts are 2 x 8.5 MB.
 #pragma once
 
 #include <memory>
@@ -47,14 +56,15 @@ class CoAttention {
    public:
     virtual ~Source() = default;
     // Writes o and lse of the task's heads, on worker `worker`. The heads of a row are one task or
-    // several, on any workers of its group. The task's memory belongs to the worker, and the slot
-    // is not at rest meanwhile. `owes` returns whether the round still waits for the worker; once
-    // it has returned false nothing that is written counts, and the function may return. An error
-    // counts like a failure of the worker.
+    // several, on any workers of its group; no list is cut. The task's memory belongs to the
+    // worker, and the slot is not at rest meanwhile. `owes` returns whether the round still waits
+    // for the worker; once it has returned false nothing that is written counts, and the function
+    // may return. An error counts like a failure of the worker.
     virtual absl::Status Attend(int worker, const Task& task, absl::FunctionRef<bool()> owes) = 0;
     // Writes how many tokens each KV head of a row attends to, [kv_heads], by which the workers of
-    // a group divide the heads. Each of them asks for itself, at any time while the row's round is
-    // open, and all must get the same answer. It may be an estimate. Any worker.
+    // a group divide the heads before they claim them. Each of them asks for itself, at any time
+    // while the row's round is open. It may be an estimate; shares are even if all get the same
+    // answer. Any worker.
     virtual void ListTokens(int channel, int slot, int32_t position, int32_t* tokens) const = 0;
   };
 
@@ -71,6 +81,10 @@ class CoAttention {
     int head_dim = 0;
     int capacity = 0;  // maximum units in a list
     int unit_tokens = 0;
+    // K and V that a part of a list holds at least, in bytes, unless the list has no more. A list
+    // of more than 32 such parts has larger ones. It is part of what a result's bits depend on, so
+    // only tests and benches set it.
+    int64_t part_bytes = 256 << 10;
     // Outlives the result. With a source there are no lists, and capacity and unit_tokens are
     // ignored.
     Source* source = nullptr;

@@ -5,6 +5,12 @@
 #include <limits>
 
 namespace sluice {
+namespace {
+
+// Fixed cost of a part beside its tokens, in tokens: queries in, a result out, a switch.
+constexpr int32_t kPartTokens = 16;
+
+}  // namespace
 
 template <typename T>
 T* CoAttentionMemory::Take(int64_t count) {
@@ -27,23 +33,44 @@ CoAttentionSide CoAttentionMemory::Side() {
   side.lists.capacity = options_.capacity;
   side.o = Take<float>(options_.slots * width);
   side.lse = Take<float>(int64_t{options_.slots} * options_.heads);
+  side.words = Take<PartWords>(lists);
   return side;
 }
 
 int32_t* CoAttentionMemory::Counts() { return Take<int32_t>(int64_t{options_.max_rows} + 1); }
+
+PartWords* CoAttentionMemory::NoWords() {
+  return Take<PartWords>(int64_t{options_.max_rows} * options_.kv_heads);
+}
 
 size_t CoAttentionMemory::Bytes(const CoAttention::Options& options) {
   CoAttentionMemory counter(options, nullptr);
   counter.Side();
   counter.Side();
   counter.Counts();
+  counter.NoWords();
   return counter.used_;
+}
+
+int32_t CoAttentionPartUnits(const CoAttention::Options& options, int64_t element_bytes) {
+  constexpr int64_t kKeysAndValues = 2;
+  if (options.source != nullptr) return 1;
+  const int64_t unit = kKeysAndValues * options.unit_tokens * options.head_dim * element_bytes;
+  return static_cast<int32_t>(std::clamp<int64_t>(options.part_bytes / unit, 1, options.capacity));
+}
+
+int CoAttentionMostParts(const CoAttention::Options& options) {
+  if (options.source != nullptr) return 1;
+  const int64_t largest = kernels::SizeOf(kernels::DType::kFloat32);
+  return PartBoard::MostParts(options.capacity, CoAttentionPartUnits(options, largest));
 }
 
 WorkerShare::WorkerShare(const CoAttention::Options& options)
     : options_(options),
+      heads_(options.kv_heads),
       group_(options.heads / options.kv_heads),
       group_floats_(group_ * options.head_dim),
+      most_parts_(CoAttentionMostParts(options)),
       q_(static_cast<size_t>(options.heads) * static_cast<size_t>(options.head_dim)),
       o_(q_.size()),
       lse_(static_cast<size_t>(options.heads)),
@@ -53,83 +80,139 @@ WorkerShare::WorkerShare(const CoAttention::Options& options)
       pages_(static_cast<size_t>(options.capacity)) {
   const auto rows = static_cast<size_t>(options.max_rows);
   rows_.reserve(rows);
-  mine_.reserve(rows * counts_.size());
-  costs_.reserve(rows * counts_.size());
-  asked_.resize(counts_.size());
+  lists_.reserve(rows * counts_.size());
   groups_.reserve(rows);
+  asked_.resize(counts_.size());
 }
 
-void WorkerShare::TakeQuery(const CoAttentionSide& request, const Row& row, int head) {
-  const int64_t width = int64_t{options_.heads} * options_.head_dim;
-  std::copy_n(request.q + row.row * width + head * group_floats_, group_floats_,
-              q_.begin() + head * group_floats_);
+// Returns the index in the request of list `item` of lists_.
+int64_t WorkerShare::ListOf(size_t item) const {
+  const auto heads = static_cast<size_t>(heads_);
+  return rows_[item / heads].row * heads_ + static_cast<int64_t>(item % heads);
 }
 
-void WorkerShare::TakeItems(const CoAttentionSide& request, int channel, uint64_t bit) {
-  // Fixed cost of a list beside its tokens, in tokens: queries in, a result out, a switch.
-  constexpr int32_t kListTokens = 16;
-  const auto heads = static_cast<size_t>(options_.kv_heads);
-  costs_.clear();
+// Nearly always all rows have the same servers; they differ only after workers have died.
+WorkerShare::Group& WorkerShare::GroupOf(uint64_t servers) {
+  for (Group& group : groups_) {
+    if (group.servers == servers) return group;
+  }
+  return groups_.emplace_back(Group{servers, 0, 0});
+}
+
+// Notes how long every list is, and what each group of lists costs.
+void WorkerShare::TakeLists(const PartBoard& board, const CoAttentionSide& request, int channel) {
+  lists_.clear();
   groups_.clear();
-  mine_.assign(rows_.size() * heads, false);
-  // Nearly always all rows have the same servers; they differ only after workers have died.
-  const auto group_of = [this](uint64_t servers) -> Group& {
-    for (Group& group : groups_) {
-      if (group.servers == servers) return group;
-    }
-    return groups_.emplace_back(Group{servers, 0, 0});
-  };
   for (const Row& row : rows_) {
-    Group& group = group_of(row.servers);
     if (options_.source != nullptr) {
       options_.source->ListTokens(channel, row.slot, row.position, asked_.data());
     } else {
-      for (size_t head = 0; head < heads; ++head) {
-        const size_t list = static_cast<size_t>(row.row) * heads + head;
-        asked_[head] = request.lists.counts[list] * options_.unit_tokens;
+      const int32_t* const counts = request.lists.counts + row.row * heads_;
+      for (int64_t head = 0; head < heads_; ++head) {
+        asked_[static_cast<size_t>(head)] = counts[head] * options_.unit_tokens;
       }
     }
+    Group& group = GroupOf(row.servers);
     for (const int32_t tokens : asked_) {
-      costs_.push_back(kListTokens + tokens);
-      group.cost += costs_.back();
+      const int parts = board.Parts(ListOf(lists_.size()));
+      lists_.push_back({tokens, parts, 0, 0});
+      group.cost += parts * kPartTokens + tokens;
     }
-  }
-  for (size_t item = 0; item < costs_.size(); ++item) {
-    Group& group = group_of(rows_[item / heads].servers);
-    const int64_t of = std::popcount(group.servers);
-    const int64_t rank = std::popcount(group.servers & (bit - 1));
-    // The list is this worker's if its middle lies in the worker's share.
-    mine_[item] = (2 * group.before + costs_[item]) * of / (2 * group.cost) == rank;
-    group.before += costs_[item];
   }
 }
 
-void WorkerShare::TakeList(const CoAttentionSide& request, const ChannelHome& home, const Row& row,
-                           int head) {
-  const int64_t list = int64_t{row.row} * options_.kv_heads + head;
-  const int32_t count = request.lists.counts[list];
-  counts_[static_cast<size_t>(head)] = count;
-  int32_t* const units = units_.data() + int64_t{head} * options_.capacity;
-  int32_t* const places = places_.data() + int64_t{head} * options_.capacity;
-  const int32_t* const listed = request.lists.units + list * options_.capacity;
-  const int32_t* const table = home.cache.block_table + row.slot * home.cache.table_stride;
+// A part is this worker's to begin with if its middle lies in the worker's share. Shares of several
+// workers follow each other. Returns whether the list's last part lies in a later worker's share.
+bool WorkerShare::DivideList(int64_t part_tokens, const Group& group, uint64_t bit,
+                             List& list) const {
+  const int64_t rank = std::popcount(group.servers & (bit - 1));
+  const int64_t workers = std::popcount(group.servers);
+  const auto rank_of = [&](int64_t part) {
+    const int64_t first = part * part_tokens;
+    const int64_t cost = kPartTokens + std::min(part_tokens, list.tokens - first);
+    const int64_t before = group.before + part * kPartTokens + first;
+    return (2 * before + cost) * workers / (2 * group.cost);
+  };
+  const int64_t last = rank_of(list.parts - 1);
+  if (last < rank) return false;
+  while (rank_of(list.begin) < rank) ++list.begin;
+  list.end = list.begin;
+  while (list.end < list.parts && rank_of(list.end) == rank) ++list.end;
+  return last > rank;
+}
+
+void WorkerShare::Divide(const PartBoard& board, const CoAttentionSide& request, int channel,
+                         uint64_t bit) {
+  TakeLists(board, request, channel);
+  next_ = behind_ = searched_ = 0;
+  for (size_t item = 0; item < lists_.size(); ++item) {
+    List& list = lists_[item];
+    Group& group = GroupOf(rows_[item / static_cast<size_t>(heads_)].servers);
+    int64_t part_tokens = list.tokens;
+    if (list.parts > 1) {
+      const PartBoard::Units first = board.UnitsOf(ListOf(item), 0);
+      part_tokens = int64_t{first.end} * options_.unit_tokens;
+    }
+    if (!DivideList(part_tokens, group, bit, list)) behind_ = item;
+    group.before += list.parts * kPartTokens + list.tokens;
+  }
+}
+
+// What is left is looked for behind the worker's own share and in a circle, so that several workers
+// that have nothing to do do not all look in the same place.
+bool WorkerShare::Claim(const PartBoard& board, const CoAttentionSide& request,
+                        const ChannelHome& home) {
+  for (; next_ < lists_.size(); ++next_) {
+    const List& list = lists_[next_];
+    if (ClaimOf(next_, list.begin, list.end, board, request, home)) return true;
+  }
+  for (; searched_ < lists_.size(); ++searched_) {
+    const size_t item = (behind_ + searched_) % lists_.size();
+    if (ClaimOf(item, 0, lists_[item].parts, board, request, home)) return true;
+  }
+  return false;
+}
+
+bool WorkerShare::ClaimOf(size_t item, int begin, int end, const PartBoard& board,
+                          const CoAttentionSide& request, const ChannelHome& home) {
+  if (begin == end) return false;
+  const int64_t list = ListOf(item);
+  const int part = board.Claim(list, begin, end);
+  if (part < 0) return false;
+  const Row& row = rows_[item / static_cast<size_t>(heads_)];
+  const int head = static_cast<int>(list - row.row * heads_);
+  part_ = {row, head, list, part, lists_[item].parts};
+  std::copy_n(request.q + list * group_floats_, group_floats_, q_.begin() + head * group_floats_);
+  if (options_.source == nullptr) TakeUnits(request, home, board.UnitsOf(list, part));
+  return true;
+}
+
+void WorkerShare::TakeUnits(const CoAttentionSide& request, const ChannelHome& home,
+                            PartBoard::Units units) {
+  count_ = units.end - units.begin;
+  counts_[static_cast<size_t>(part_.head)] = count_;
+  int32_t* const taken = units_.data() + int64_t{part_.head} * options_.capacity;
+  int32_t* const places = places_.data() + int64_t{part_.head} * options_.capacity;
+  const int32_t* const listed = request.lists.units + part_.list * options_.capacity + units.begin;
+  const int32_t* const table = home.cache.block_table + part_.row.slot * home.cache.table_stride;
   const int32_t per_block = home.cache.block_tokens / options_.unit_tokens;
   int32_t blocks = 0, last = -1;
-  for (int32_t i = 0; i < count; ++i) {
-    units[i] = listed[i];
-    const int32_t block = units[i] / per_block;
+  for (int32_t i = 0; i < count_; ++i) {
+    taken[i] = listed[i];
+    const int32_t block = taken[i] / per_block;
     if (block != last) {
       pages_[static_cast<size_t>(blocks++)] = table[block];
       last = block;
     }
-    places[i] = (blocks - 1) * per_block + units[i] % per_block;
+    places[i] = (blocks - 1) * per_block + taken[i] % per_block;
   }
 }
 
-void WorkerShare::Compute(const ChannelHome& home, const Row& row, int head) {
-  if (counts_[static_cast<size_t>(head)] == 0) {
-    std::fill_n(o_.begin() + head * group_floats_, group_floats_, 0.0f);
-    std::fill_n(lse_.begin() + head * group_, group_, -std::numeric_limits<float>::infinity());
+void WorkerShare::Compute(const ChannelHome& home) {
+  if (count_ == 0) {
+    std::fill_n(o_.begin() + part_.head * group_floats_, group_floats_, 0.0f);
+    std::fill_n(lse_.begin() + part_.head * group_, group_,
+                -std::numeric_limits<float>::infinity());
     return;
   }
   constexpr int32_t kFirst = 0;  // the copy is of one sequence, in slot 0
@@ -137,7 +220,7 @@ void WorkerShare::Compute(const ChannelHome& home, const Row& row, int head) {
   p.q = q_.data();
   p.q_stride = int64_t{options_.heads} * options_.head_dim;
   p.slots = &kFirst;
-  p.positions = &row.position;
+  p.positions = &part_.row.position;
   p.cache = home.cache;
   p.cache.block_table = pages_.data();
   p.cache.table_stride = static_cast<int64_t>(pages_.size());
@@ -150,31 +233,55 @@ void WorkerShare::Compute(const ChannelHome& home, const Row& row, int head) {
   p.unit_tokens = options_.unit_tokens;
   p.rows = 1;
   p.heads = options_.heads;
-  p.kv_head_begin = head;
-  p.kv_head_end = head + 1;
+  p.kv_head_begin = part_.head;
+  p.kv_head_end = part_.head + 1;
   p.scale = home.scale;
   options_.kernels->sparse_attention(p, {0, 1});
 }
 
-CoAttention::Task WorkerShare::TaskOf(const Row& row, int head) {
+CoAttention::Task WorkerShare::TaskOf() {
   CoAttention::Task task;
-  task.slot = row.slot;
-  task.position = row.position;
-  task.head_begin = head;
-  task.head_end = head + 1;
+  task.slot = part_.row.slot;
+  task.position = part_.row.position;
+  task.head_begin = part_.head;
+  task.head_end = part_.head + 1;
   task.q = q_.data();
   task.o = o_.data();
   task.lse = lse_.data();
   return task;
 }
 
-void WorkerShare::Give(const CoAttentionSide& answer, const Row& row, int head) {
-  const int64_t width = int64_t{options_.heads} * options_.head_dim;
-  std::copy_n(o_.begin() + head * group_floats_, group_floats_,
-              answer.o + row.slot * width + head * group_floats_);
-  std::copy_n(lse_.begin() + head * group_, group_,
-              answer.lse + int64_t{row.slot} * options_.heads + head * group_);
-  tokens_ += int64_t{counts_[static_cast<size_t>(head)]} * options_.unit_tokens;
+void WorkerShare::GiveTo(float* o, float* lse) const {
+  std::copy_n(o_.begin() + part_.head * group_floats_, group_floats_, o);
+  std::copy_n(lse_.begin() + part_.head * group_, group_, lse);
+}
+
+void WorkerShare::Give(const PartBoard& board, const CoAttentionSide& answer) {
+  if (part_.parts == 1) {
+    const int64_t at = part_.row.slot * heads_ + part_.head;
+    GiveTo(answer.o + at * group_floats_, answer.lse + at * group_);
+  } else {
+    const int64_t at = part_.list * most_parts_ + part_.part;
+    GiveTo(answer.part_o + at * group_floats_, answer.part_lse + at * group_);
+  }
+  tokens_ += int64_t{count_} * options_.unit_tokens;
+  if (board.Finish(part_.list, part_.part) && part_.parts > 1) Merge(answer);
+}
+
+void WorkerShare::Merge(const CoAttentionSide& answer) const {
+  const int64_t from = part_.list * most_parts_;
+  const int64_t to = part_.row.slot * heads_ + part_.head;
+  kernels::MergeParams p{};
+  p.o = answer.part_o + from * group_floats_;
+  p.lse = answer.part_lse + from * group_;
+  p.out = answer.o + to * group_floats_;
+  p.out_lse = answer.lse + to * group_;
+  p.parts = part_.parts;
+  p.rows = 1;
+  p.heads = static_cast<int32_t>(group_);
+  p.head_dim = options_.head_dim;
+  p.out_type = kernels::DType::kFloat32;
+  options_.kernels->merge(p, {0, 1});
 }
 
 }  // namespace sluice

@@ -9,10 +9,11 @@
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
 #include "src/attention/offload/co_attention.h"
+#include "src/attention/offload/part_board.h"
 
 namespace sluice {
 
-// One request and its answer, in pinned memory.
+// One request and its answer, in pinned memory, and what workers share in between.
 struct CoAttentionSide {
   int32_t* rows = nullptr;       // [1]
   int32_t* slots = nullptr;      // [max_rows]
@@ -21,6 +22,10 @@ struct CoAttentionSide {
   kernels::UnitLists lists{};    // one list for each (row, KV head)
   float* o = nullptr;            // [slots][heads][head_dim]
   float* lse = nullptr;          // [slots][heads]
+  PartWords* words = nullptr;    // [max_rows][kv_heads], 0 before the request
+  // Results of the parts of lists that have several, in the order of the parts. It is not pinned.
+  float* part_o = nullptr;    // [max_rows][kv_heads][most parts][group][head_dim]
+  float* part_lse = nullptr;  // [max_rows][kv_heads][most parts][group]
 };
 
 // Hands out pieces of one buffer, always the same pieces in the same order.
@@ -29,8 +34,9 @@ class CoAttentionMemory {
   // If `begin` is null it only counts bytes.
   CoAttentionMemory(const CoAttention::Options& options, std::byte* begin)
       : options_(options), begin_(begin) {}
-  CoAttentionSide Side();
-  int32_t* Counts();  // [max_rows + 1]
+  CoAttentionSide Side();  // without results of parts
+  int32_t* Counts();       // [max_rows + 1]
+  PartWords* NoWords();    // [max_rows][kv_heads]
   static size_t Bytes(const CoAttention::Options& options);
 
  private:
@@ -50,12 +56,17 @@ struct ChannelHome {
 
 // Returns into how many groups these options divide the workers.
 int CoAttentionGroups(const CoAttention::Options& options);
+// Returns the units from which on a part of a list is worth having, where an element of the cache
+// has `element_bytes`.
+int32_t CoAttentionPartUnits(const CoAttention::Options& options, int64_t element_bytes);
+// Returns the largest number of parts of a list, whatever the type of the cache.
+int CoAttentionMostParts(const CoAttention::Options& options);
 
 // One worker's share of a round, in memory of its own. The worker attends to a copy of the request
-// and to a list of the pages that a copied list stands for, and its results lie here until they are
-// given. So a late worker touches no requests, tables or answers that belong to another round by
-// then. The functions Take... and Give are called while the worker holds the round; the work
-// between them is done without holding it.
+// and to a list of the pages that a copied part of a list stands for, and its results lie here
+// until they are given. So a late worker touches no requests, tables or answers that belong to
+// another round by then. TakeRows, Divide, Claim and Give are called while the worker holds the
+// round; the work between them is done without holding it.
 class WorkerShare {
  public:
   explicit WorkerShare(const CoAttention::Options& options);
@@ -67,6 +78,15 @@ class WorkerShare {
     int32_t position = 0;
     uint64_t servers = 0;  // workers, as bits
   };
+  // A part of the list of a (row, KV head).
+  struct Part {
+    Row row;
+    int head = 0;
+    int64_t list = 0;  // in the request
+    int part = 0;
+    int parts = 1;  // of the list
+  };
+
   // Takes the rows of the request that belong to the worker. `servers_of(slot)` returns 0 if the
   // worker does not serve the slot.
   template <typename ServersOf>
@@ -81,51 +101,81 @@ class WorkerShare {
   }
   const std::vector<Row>& rows() const { return rows_; }
 
-  // Decides which KV heads of the taken rows are this worker's; `bit` is the worker's among their
-  // servers. The workers of a group divide all lists of their sequences by tokens, in order, each
-  // by the same arithmetic on the same counts (the request's, or the source's for the channel):
-  // lists differ by a factor of ten, and a round takes as long as its last worker.
-  void TakeItems(const CoAttentionSide& request, int channel, uint64_t bit);
-  // Returns whether KV head `head` of row i of rows() is this worker's.
-  bool Mine(size_t i, int head) const {
-    return mine_[i * static_cast<size_t>(options_.kv_heads) + static_cast<size_t>(head)];
+  // Decides with which parts of the taken rows' lists the worker begins; `bit` is the worker's
+  // among their servers. The workers of a group divide the parts of all lists of their sequences by
+  // tokens, in order, each by the same arithmetic on the same counts (the request's, or the
+  // source's for the channel). It is a plan, so that they do not get into each other's way; who
+  // claims a part has it.
+  void Divide(const PartBoard& board, const CoAttentionSide& request, int channel, uint64_t bit);
+  // Returns whether the worker begins with this part of list `item`, of [rows()][kv_heads].
+  bool Begins(size_t item, int part) const {
+    return part >= lists_[item].begin && part < lists_[item].end;
   }
+  // Claims the next part and copies its queries, its units and their pages: first the parts that
+  // Divide planned, then whatever is left of the lists of all taken rows. Returns false if nothing
+  // is left.
+  bool Claim(const PartBoard& board, const CoAttentionSide& request, const ChannelHome& home);
+  const Part& part() const { return part_; }
+  // Returns whether the claimed part has units. With a source it is not known.
+  bool empty() const { return options_.source == nullptr && count_ == 0; }
 
-  // Takes one KV head of a row: its queries, and the list with its pages.
-  void TakeQuery(const CoAttentionSide& request, const Row& row, int head);
-  void TakeList(const CoAttentionSide& request, const ChannelHome& home, const Row& row, int head);
-  // Computes one KV head that was taken; the results stay with this worker.
-  void Compute(const ChannelHome& home, const Row& row, int head);
-  CoAttention::Task TaskOf(const Row& row, int head);
-  void Give(const CoAttentionSide& answer, const Row& row, int head);
+  // Computes the claimed part; the results stay with this worker.
+  void Compute(const ChannelHome& home);
+  CoAttention::Task TaskOf();
+  // Writes the part's results and says that it is done. If it was the last one of its list, it
+  // merges all of them into the answer.
+  void Give(const PartBoard& board, const CoAttentionSide& answer);
 
-  // Returns the tokens of every list that was given; the newest unit counts as a whole one.
+  // Returns the tokens of every part that was given; the newest unit counts as a whole one.
   int64_t tokens() const { return tokens_; }
 
  private:
-  CoAttention::Options options_;
-  int64_t group_;         // query heads per KV head
-  int64_t group_floats_;  // floats in the vectors of such a group
-  int64_t tokens_ = 0;
-  std::vector<Row> rows_;       // [max_rows] at most
-  std::vector<bool> mine_;      // [rows][kv_heads]
-  std::vector<int32_t> costs_;  // [rows][kv_heads]: cost of a list, in tokens
-  std::vector<int32_t> asked_;  // [kv_heads]: tokens of a row's lists, by the source
-  // Rows with the same servers: the total cost of their lists, and the cost of those already given
-  // out.
+  // A list of a taken row, and the parts of it with which this worker begins.
+  struct List {
+    int64_t tokens;
+    int32_t parts;
+    int32_t begin, end;
+  };
+  // Rows with the same servers: the total cost of their lists, and the cost of those already
+  // divided.
   struct Group {
     uint64_t servers;
     int64_t cost, before;
   };
-  std::vector<Group> groups_;
-  // Arrays of one row, as in SparseAttentionParams.
+
+  int64_t ListOf(size_t item) const;
+  void TakeLists(const PartBoard& board, const CoAttentionSide& request, int channel);
+  Group& GroupOf(uint64_t servers);
+  bool DivideList(int64_t part_tokens, const Group& group, uint64_t bit, List& list) const;
+  bool ClaimOf(size_t item, int begin, int end, const PartBoard& board,
+               const CoAttentionSide& request, const ChannelHome& home);
+  void TakeUnits(const CoAttentionSide& request, const ChannelHome& home, PartBoard::Units units);
+  void GiveTo(float* o, float* lse) const;
+  void Merge(const CoAttentionSide& answer) const;
+
+  CoAttention::Options options_;
+  int64_t heads_;         // KV heads
+  int64_t group_;         // query heads per KV head
+  int64_t group_floats_;  // floats in the vectors of such a group
+  int64_t most_parts_;
+  int64_t tokens_ = 0;
+  std::vector<Row> rows_;       // [max_rows] at most
+  std::vector<List> lists_;     // [rows][kv_heads]
+  std::vector<Group> groups_;   // [rows] at most
+  std::vector<int32_t> asked_;  // [kv_heads]: tokens of a row's lists, by the source
+  size_t next_ = 0;             // list from which on the worker's own parts may be unclaimed
+  size_t behind_ = 0;           // list at which its own parts end
+  size_t searched_ = 0;         // lists from there on, in a circle, of which nothing is left
+  // The claimed part. The arrays are those of one row, as in SparseAttentionParams.
+  Part part_;
+  int32_t count_ = 0;            // units
   std::vector<float> q_;         // [heads][head_dim]
   std::vector<float> o_;         // [heads][head_dim]
   std::vector<float> lse_;       // [heads]
   std::vector<int32_t> units_;   // [kv_heads][capacity]
   std::vector<int32_t> places_;  // [kv_heads][capacity]
   std::vector<int32_t> counts_;  // [kv_heads]
-  std::vector<int32_t> pages_;   // [capacity]: the list's blocks, each once
+  std::vector<int32_t> pages_;   // [capacity]: the units' blocks, each once
 };
 
 }  // namespace sluice

@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "kernels/scalar.h"
@@ -37,6 +38,7 @@ struct Shape {
   int workers = 3;
   absl::Duration deadline = absl::Seconds(60);
   kernels::DType type = kernels::DType::kBFloat16;
+  int64_t part_bytes = 256 << 10;
 };
 
 // Memory of the device, and the host memory through which the test reads and writes it.
@@ -87,6 +89,7 @@ class World {
     options.head_dim = shape.head_dim;
     options.capacity = shape.capacity;
     options.unit_tokens = shape.unit_tokens;
+    options.part_bytes = shape.part_bytes;
     auto made = CoAttention::Create(options);
     REQUIRE(made.ok());
     co_attention = *std::move(made);
@@ -166,8 +169,8 @@ class World {
     Wait();
   }
 
-  // Checks that every row of a healthy sequence is what one call of the kernel for this row and
-  // head gives, to the bit, and what float64 gives, to `tolerance`.
+  // Checks that every row of a healthy sequence is what one call of the kernel for each part of its
+  // lists gives, merged in order, to the bit, and what float64 gives, to `tolerance`.
   void Check(int rows, double tolerance) {
     for (int layer = 0; layer < shape.layers; ++layer) {
       for (int row = 0; row < rows; ++row) {
@@ -176,7 +179,7 @@ class World {
         for (int head = 0; head < shape.heads; ++head) {
           CheckHead(layer, row, head, tolerance);
         }
-        CheckBits(layer, row);
+        for (int head = 0; head < shape.kv_heads; ++head) CheckBits(layer, row, head);
       }
     }
   }
@@ -212,6 +215,27 @@ class World {
       }
     }
     return units;
+  }
+  // Returns the units of each part but the last of a list of `count` units.
+  int UnitsOfPart(int count) const {
+    const int64_t unit =
+        int64_t{2} * shape.unit_tokens * shape.head_dim * kernels::SizeOf(shape.type);
+    const int worth = std::max(static_cast<int>(shape.part_bytes / unit), 1);
+    return std::max(worth, (count + 31) / 32);
+  }
+  // Returns the parts that have units, over all layers, rows and KV heads, and of the longest list.
+  std::pair<int, int> PartsAsked(int rows) const {
+    int parts = 0, longest = 0;
+    for (const Request& r : requests_) {
+      for (int list = 0; list < rows * shape.kv_heads; ++list) {
+        if (slots[static_cast<size_t>(list / shape.kv_heads)] < 0) continue;
+        const int count = r.counts[static_cast<size_t>(list)];
+        const int size = UnitsOfPart(count), of_list = (count + size - 1) / size;
+        parts += of_list;
+        longest = std::max(longest, of_list);
+      }
+    }
+    return {parts, longest};
   }
   // Returns the last position of the longest sequence; Draw takes none as late.
   int LastPosition() const { return MaxTokens() - 1; }
@@ -354,36 +378,75 @@ class World {
     }
   }
 
-  // Computes the whole row in one call, on the host caches themselves.
-  void CheckBits(int layer, int row) {
+  // Computes part after part on the host caches themselves.
+  void CheckBits(int layer, int row, int kv_head) {
     const Request& r = requests_[static_cast<size_t>(layer)];
-    const size_t list = static_cast<size_t>(row * shape.kv_heads);
-    const size_t width = static_cast<size_t>(shape.heads * shape.head_dim);
-    std::vector<float> want(width), want_lse(static_cast<size_t>(shape.heads));
+    const int64_t list = int64_t{row} * shape.kv_heads + kv_head;
+    const int group = shape.heads / shape.kv_heads;
+    const auto width = static_cast<size_t>(group * shape.head_dim);
+    const int32_t count = r.counts[static_cast<size_t>(list)];
+    const int size = UnitsOfPart(count), parts = std::max((count + size - 1) / size, 1);
+    std::vector<float> o_parts, lse_parts;
+    for (int part = 0; part < parts; ++part) {
+      const int first = part * size;
+      std::vector<float> of(width), lse_of(static_cast<size_t>(group));
+      ComputePart(layer, row, kv_head, r.units.data() + list * shape.capacity + first,
+                  std::min(size, count - first), of.data(), lse_of.data());
+      o_parts.insert(o_parts.end(), of.begin(), of.end());
+      lse_parts.insert(lse_parts.end(), lse_of.begin(), lse_of.end());
+    }
+    std::vector<float> want = o_parts, want_lse = lse_parts;
+    if (parts > 1) {
+      kernels::MergeParams m{};
+      m.o = o_parts.data();
+      m.lse = lse_parts.data();
+      m.out = want.data();
+      m.out_lse = want_lse.data();
+      m.parts = parts;
+      m.rows = 1;
+      m.heads = group;
+      m.head_dim = shape.head_dim;
+      table_.merge(m, {0, 1});
+    }
+    const float* const got = o[static_cast<size_t>(layer)].data() + list * static_cast<int>(width);
+    const float* const got_lse = lse[static_cast<size_t>(layer)].data() + list * group;
+    INFO("layer " << layer << " row " << row << " KV head " << kv_head << ", " << parts
+                  << " parts");
+    REQUIRE(std::memcmp(want.data(), got, width * sizeof(float)) == 0);
+    REQUIRE(std::memcmp(want_lse.data(), got_lse, static_cast<size_t>(group) * sizeof(float)) == 0);
+  }
+
+  // Writes the results of one call of the kernel for `count` units of a row and KV head.
+  void ComputePart(int layer, int row, int kv_head, const int32_t* units, int32_t count, float* out,
+                   float* out_lse) const {
+    const Request& r = requests_[static_cast<size_t>(layer)];
+    const auto heads = static_cast<size_t>(shape.kv_heads);
+    const int group = shape.heads / shape.kv_heads;
+    std::vector<int32_t> lists(heads * static_cast<size_t>(shape.capacity)), counts(heads);
+    std::copy_n(units, count, lists.begin() + kv_head * shape.capacity);
+    counts[static_cast<size_t>(kv_head)] = count;
+    std::vector<float> all(static_cast<size_t>(shape.heads * shape.head_dim));
+    std::vector<float> all_lse(static_cast<size_t>(shape.heads));
     kernels::SparseAttentionParams p{};
     p.q = r.q.data() + row * Stride();
     p.q_stride = Stride();
     p.slots = &slots[static_cast<size_t>(row)];
     p.positions = &positions[static_cast<size_t>(row)];
     p.cache = homes_[static_cast<size_t>(layer)];
-    p.units = r.units.data() + list * static_cast<size_t>(shape.capacity);
-    p.counts = r.counts.data() + list;
-    p.o = want.data();
-    p.lse = want_lse.data();
+    p.units = lists.data();
+    p.counts = counts.data();
+    p.o = all.data();
+    p.lse = all_lse.data();
     p.capacity = shape.capacity;
     p.unit_tokens = shape.unit_tokens;
     p.rows = 1;
     p.heads = shape.heads;
-    p.kv_head_end = shape.kv_heads;
+    p.kv_head_begin = kv_head;
+    p.kv_head_end = kv_head + 1;
     p.scale = Scale();
     table_.sparse_attention(p, {0, 1});
-    const size_t at = static_cast<size_t>(row);
-    REQUIRE(std::memcmp(want.data(), o[static_cast<size_t>(layer)].data() + at * width,
-                        width * sizeof(float)) == 0);
-    REQUIRE(
-        std::memcmp(want_lse.data(),
-                    lse[static_cast<size_t>(layer)].data() + at * static_cast<size_t>(shape.heads),
-                    want_lse.size() * sizeof(float)) == 0);
+    std::copy_n(all.begin() + kv_head * group * shape.head_dim, group * shape.head_dim, out);
+    std::copy_n(all_lse.begin() + kv_head * group, group, out_lse);
   }
 
   Device& device_;
