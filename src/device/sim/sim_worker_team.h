@@ -1,5 +1,9 @@
 // The workers of the simulated device: their shares happen in virtual time between the Raise and
 // the Await of a round, in any order, with faults from the seed.
+//
+// A share happens at one moment, and its time is drawn, not computed from its work. So where
+// workers claim their work (co-attention), the first share of a round does all that its worker may,
+// and the others find nothing left. Results do not depend on it, and neither do times.
 #pragma once
 
 #include <memory>

@@ -1,0 +1,107 @@
+// What the tests of co-attention share beside the world: faults that workers meet in place of the
+// kernel, and tests on every path.
+#pragma once
+
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+#include "tests/support/device.h"
+#include "tests/test_main.h"
+#include "tests/unit/attention/co_attention_world.h"
+
+namespace sluice::co_attention {
+
+using kernels::KernelTable;
+using kernels::SparseAttentionParams;
+
+// A fault that the workers of a test have in place of the kernel, for the row at position `row`.
+// kSleepOnce is met by one call of the kernel alone, whatever its row is.
+enum class Fault { kNone, kThrow, kSleep, kSleepOnce };
+inline std::atomic<Fault> fault{Fault::kNone};
+inline std::atomic<int> calls{0};  // of the kernel that are done, since WithFaults
+inline std::atomic<int> fault_row{-1};
+inline std::atomic<bool> asleep{false};
+// whether what it read became another sequence's before it was done
+inline std::atomic<bool> foreign{false};
+inline void (*kernel)(const SparseAttentionParams&, kernels::Worker) = nullptr;
+
+inline std::vector<float> ResultOf(const SparseAttentionParams& p) {
+  const int64_t group = p.heads / p.cache.kv_heads * int64_t{p.cache.head_dim};
+  return {p.o + p.kv_head_begin * group, p.o + p.kv_head_end * group};
+}
+
+inline void SleepOnce(const SparseAttentionParams& p, kernels::Worker worker) {
+  kernel(p, worker);
+  if (!asleep.exchange(true)) {
+    while (fault.load() == Fault::kSleepOnce) std::this_thread::yield();
+  }
+  ++calls;
+}
+
+inline void Faulty(const SparseAttentionParams& p, kernels::Worker worker) {
+  if (fault.load() == Fault::kSleepOnce) return SleepOnce(p, worker);
+  if (fault.load() != Fault::kNone && p.positions[0] == fault_row.load()) {
+    if (fault.load() == Fault::kThrow) throw std::runtime_error("a worker's fault");
+    kernel(p, worker);
+    const std::vector<float> o = ResultOf(p);
+    asleep = true;
+    while (fault.load() == Fault::kSleep) std::this_thread::yield();
+    kernel(p, worker);
+    if (ResultOf(p) != o) foreign = true;
+    asleep = false;
+    return;
+  }
+  kernel(p, worker);
+  ++calls;
+}
+
+inline KernelTable WithFaults(const KernelTable& table) {
+  KernelTable out = table;
+  kernel = table.sparse_attention;
+  out.sparse_attention = Faulty;
+  fault = Fault::kNone;
+  foreign = asleep = false;
+  calls = 0;
+  return out;
+}
+
+// Wakes the workers at the end of a test that ends early, because the team would wait for them. It
+// is made after the world, so that it ends before it.
+struct NoFaultAtTheEnd {
+  ~NoFaultAtTheEnd() { fault = Fault::kNone; }
+};
+
+// tests/kernels compares the bits of kernels; this is the tolerance for bf16 queries.
+inline double ToleranceOf(const KernelTable& table) {
+  return std::string(table.name) == "amx" || std::string(table.name) == "avx512bf16" ? 3e-2 : 1e-4;
+}
+
+inline void OnPath(const std::string& name, void (*test)(Device&, const KernelTable&)) {
+  const auto device = testing::TestDevice(name);
+  if (absl::IsNotFound(device.status())) return SkipTest(std::string(device.status().message()));
+  REQUIRE(device.ok());
+  // Workers are the CPU's, whatever the device is.
+  const KernelTable* table = kernels::FindKernelTable(name.c_str());
+  if (table == nullptr) table = kernels::AvailableKernelTables().back();
+  test(**device, *table);
+}
+#define SLUICE_TEST_ON_EVERY_PATH(claim, test)                     \
+  TEST_CASE(claim " (portable)") { OnPath("portable", test); }     \
+  TEST_CASE(claim " (avx2)") { OnPath("avx2", test); }             \
+  TEST_CASE(claim " (avx512bf16)") { OnPath("avx512bf16", test); } \
+  TEST_CASE(claim " (amx)") { OnPath("amx", test); }               \
+  TEST_CASE(claim " (cuda)", "[cuda]") { OnPath("cuda", test); }
+
+// Returns the sequences that share their group with `slot`.
+inline std::vector<int> GroupOf(int slot, const Shape& shape, int groups) {
+  std::vector<int> out;
+  for (int s = slot % groups; s < shape.slots; s += groups) out.push_back(s);
+  return out;
+}
+
+}  // namespace sluice::co_attention
