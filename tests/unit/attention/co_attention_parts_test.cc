@@ -1,7 +1,9 @@
 // Co-attention with long lists, which are cut into parts.
 #include <catch2/catch.hpp>
 
+#include "src/attention/offload/worker_share.h"
 #include "src/base/failpoint.h"
+#include "src/base/rng.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/co_attention_faults.h"
 #include "tests/unit/attention/co_attention_world.h"
@@ -84,6 +86,60 @@ void SameBits(Device& device, const KernelTable& table) {
 }
 SLUICE_TEST_ON_EVERY_PATH(
     "results are the same to the bit for any number of workers, and each time", SameBits)
+
+TEST_CASE("the workers of a group begin with shares of parts that are even, each part once") {
+  SplitMix64 random(TestSeed());
+  CoAttention::Options options;
+  options.slots = options.max_rows = 4;
+  options.heads = options.kv_heads = 2;
+  options.head_dim = 16;
+  options.unit_tokens = 16;
+  options.capacity = 300;
+  int32_t rows = options.max_rows;
+  for (int i = 0; i < 300; ++i) {
+    options.workers = 1 + i % 9;
+    std::vector<int32_t> slots = {0, 1, 2, 3}, positions(4, 4799), counts;
+    // The last list has more than all others.
+    while (counts.size() < 7) counts.push_back(static_cast<int32_t>(random.Below(30)));
+    counts.push_back(300);
+    CoAttentionSide request;
+    request.rows = &rows;
+    request.slots = slots.data();
+    request.positions = positions.data();
+    request.lists.counts = counts.data();
+    request.lists.capacity = options.capacity;
+    std::vector<PartWords> words(counts.size());
+    const PartBoard board(words.data(), counts.data(), 4);
+    const uint64_t all = (uint64_t{1} << options.workers) - 1;
+    std::vector<int64_t> of_worker;
+    std::vector<std::vector<int>> begun;
+    for (size_t l = 0; l < counts.size(); ++l) {
+      begun.emplace_back(static_cast<size_t>(board.Parts(static_cast<int64_t>(l))));
+    }
+    int64_t total = 0, largest_part = 0;
+    for (int worker = 0; worker < options.workers; ++worker) {
+      WorkerShare share(options);
+      share.TakeRows(request, [all](int) { return all; });
+      share.Divide(board, request, 0, uint64_t{1} << worker);
+      of_worker.push_back(0);
+      for (size_t l = 0; l < counts.size(); ++l) {
+        for (int part = 0; part < static_cast<int>(begun[l].size()); ++part) {
+          if (!share.Begins(l, part)) continue;
+          ++begun[l][static_cast<size_t>(part)];
+          const PartBoard::Units units = board.UnitsOf(static_cast<int64_t>(l), part);
+          const int64_t tokens = 16 + 16 * (units.end - units.begin);
+          of_worker.back() += tokens;
+          largest_part = std::max(largest_part, tokens);
+        }
+      }
+      total += of_worker.back();
+    }
+    for (const auto& list : begun) REQUIRE(list == std::vector<int>(list.size(), 1));
+    for (const int64_t tokens : of_worker) {
+      REQUIRE(std::abs(tokens - total / options.workers) <= largest_part + 1);
+    }
+  }
+}
 
 // One sequence, and one group of workers.
 Shape OneSequence() {
