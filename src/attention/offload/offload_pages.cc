@@ -83,24 +83,31 @@ absl::StatusOr<OffloadPages> OffloadPages::Of(const OffloadTierOptions& options)
   pages.persistent = options.persistent;
   pages.place_blocks = pages.PlaceBlocksOf(options.max_context);
   for (const OffloadArray& array : options.arrays) {
-    pages.array_by_token.push_back(array.tokens_per_row > 0);
-    ArrayPages& group = array.tokens_per_row > 0 ? pages.by_token : pages.by_place;
-    group.rows.push_back(
-        {array.name, std::max<int64_t>(array.tokens_per_row, 1), array.dim, array.type});
+    const bool at_home = array.place == OffloadArray::Place::kDram;
+    SLUICE_CHECK(!at_home || array.tokens_per_row > 0, "places lie in HBM");
+    pages.groups.push_back(at_home                    ? &OffloadPages::at_home
+                           : array.tokens_per_row > 0 ? &OffloadPages::by_token
+                                                      : &OffloadPages::by_place);
+    (pages.*pages.groups.back())
+        .rows.push_back(
+            {array.name, std::max<int64_t>(array.tokens_per_row, 1), array.dim, array.type});
   }
   pages.by_token.rows.push_back({"residency", options.unit_tokens, 1, kernels::DType::kFloat32});
   pages.by_place.rows.push_back({"places", options.unit_tokens, 2, kernels::DType::kFloat32});
   SLUICE_RETURN_IF_ERROR(pages.by_token.Fit(pages.kind.block_bytes()));
   SLUICE_RETURN_IF_ERROR(pages.by_place.Fit(pages.kind.block_bytes()));
+  if (!pages.at_home.rows.empty()) {
+    SLUICE_RETURN_IF_ERROR(pages.at_home.Fit(pages.kind.block_bytes()));
+  }
   pages.LayOut();
   return pages;
 }
 
 OffloadPages::ArrayAt OffloadPages::Array(size_t index) const {
-  const bool wanted = array_by_token.at(index);
-  const auto end = array_by_token.begin() + static_cast<int64_t>(index);
-  const auto at = static_cast<size_t>(std::count(array_by_token.begin(), end, wanted));
-  const ArrayPages& group = wanted ? by_token : by_place;
+  const auto wanted = groups.at(index);
+  const auto end = groups.begin() + static_cast<int64_t>(index);
+  const auto at = static_cast<size_t>(std::count(groups.begin(), end, wanted));
+  const ArrayPages& group = this->*wanted;
   return {&group, &group.rows[at]};
 }
 
@@ -152,13 +159,19 @@ void OffloadPages::LayOut() {
   for (int layer = dense_layers; layer < layers; ++layer) {
     places_entries.push_back(next);
     next += HasHeadTables(layer) ? HeadTable(layer, kind.heads) : place_blocks;
-    next += token_pages() + place_pages();
+    next += token_pages() + place_pages() + home_pages();
   }
   places_entries.push_back(next);
 }
 
 int64_t OffloadPages::PoolTokensOf(int64_t total) const {
   return (PagesOf(total) + layers - 1) / layers * kind.block_tokens;
+}
+
+int64_t OffloadPages::HomeTokensOf(int64_t total) const {
+  const int64_t pages = sparse_layers() * at_home.PagesFor(total);
+  if (pages == 0) return total;
+  return (kind.BlocksFor(total) + (pages + layers - 1) / layers) * kind.block_tokens;
 }
 
 }  // namespace sluice

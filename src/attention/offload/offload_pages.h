@@ -1,6 +1,6 @@
 // How the HBM pages of a sequence in the offload tiers are divided: first the blocks of dense
 // layers, then, for each sparse layer, places and the rows of arrays. All pages have the same size,
-// so this is only arithmetic.
+// so this is only arithmetic. Arrays in DRAM are pages of the home, which has the same pages.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct ArrayPages {
   int64_t tokens_per_page = 0;
 
   int64_t PagesFor(int64_t tokens) const {
-    return (tokens + tokens_per_page - 1) / tokens_per_page;
+    return rows.empty() ? 0 : (tokens + tokens_per_page - 1) / tokens_per_page;
   }
   // Sets offsets, rows_per_page and tokens_per_page. INVALID_ARGUMENT: a row does not fit into a
   // page; the message names it.
@@ -54,11 +54,13 @@ struct OffloadPages {
   int64_t place_blocks = 0;
   int64_t most_blocks = 0;  // blocks of the longest sequence
   int64_t units_per_block = 1;
-  ArrayPages by_token;  // OffloadTierOptions::arrays with tokens_per_row > 0, in
+  ArrayPages by_token;  // OffloadTierOptions::arrays in HBM with tokens_per_row > 0, in
                         // their order, then ResidencyTable::place_of
-  ArrayPages by_place;  // the other arrays, by token of a place, then ResidencyTable::places
-  std::vector<bool> array_by_token;  // by index of OffloadTierOptions::arrays
-  std::vector<uint8_t> persistent;   // as in the options
+  ArrayPages by_place;  // those with tokens_per_row == 0, by token of a place, then
+                        // ResidencyTable::places
+  ArrayPages at_home;   // those in DRAM, by token; may be none
+  std::vector<ArrayPages OffloadPages::*> groups;  // by index of OffloadTierOptions::arrays
+  std::vector<uint8_t> persistent;                 // as in the options
 
   const ArrayPages::Rows& residency() const { return by_token.rows.back(); }
   const ArrayPages::Rows& places() const { return by_place.rows.back(); }
@@ -70,7 +72,9 @@ struct OffloadPages {
   ArrayAt Array(size_t index) const;
   // Returns where the pages of a group begin in a slot's row of page numbers.
   int64_t EntryOf(const ArrayPages& group, int layer) const {
-    return &group == &by_token ? ByTokenEntry(layer) : ByPlaceEntry(layer);
+    return &group == &by_token   ? ByTokenEntry(layer)
+           : &group == &by_place ? ByPlaceEntry(layer)
+                                 : AtHomeEntry(layer);
   }
 
   int sparse_layers() const { return layers - dense_layers; }
@@ -89,19 +93,25 @@ struct OffloadPages {
   // as many pages.
   int64_t PagesOf(int64_t total) const;
   int64_t PoolTokensOf(int64_t total) const;
+  // Returns the tokens of the home of such a sequence: its own, and as many as have the pages of
+  // arrays in DRAM.
+  int64_t HomeTokensOf(int64_t total) const;
 
   // A slot's page numbers, in one row of int32: the dense layers' blocks, then for each sparse
-  // layer its places, by_token's pages and by_place's. In a layer with a persistent head the places
-  // are numbers of blocks of one head (kernels::PagedCache::head_tables), in a table for each head.
+  // layer its places, by_token's pages, by_place's and at_home's, which are the home's. In a layer
+  // with a persistent head the places are numbers of blocks of one head
+  // (kernels::PagedCache::head_tables), in a table for each head.
   std::vector<int64_t> places_entries;  // PlacesEntry of every sparse layer, then entries()
   int64_t token_pages() const { return by_token.PagesFor(most_blocks * kind.block_tokens); }
+  int64_t home_pages() const { return at_home.PagesFor(most_blocks * kind.block_tokens); }
   int64_t entries() const { return places_entries.back(); }
   int64_t DenseEntry(int layer) const { return layer * most_blocks; }
   int64_t PlacesEntry(int layer) const {
     return places_entries[static_cast<size_t>(layer - dense_layers)];
   }
   int64_t ByTokenEntry(int layer) const { return ByPlaceEntry(layer) - token_pages(); }
-  int64_t ByPlaceEntry(int layer) const { return PlacesEntry(layer + 1) - place_pages(); }
+  int64_t ByPlaceEntry(int layer) const { return AtHomeEntry(layer) - place_pages(); }
+  int64_t AtHomeEntry(int layer) const { return PlacesEntry(layer + 1) - home_pages(); }
   bool HasHeadTables(int layer) const;
   // Returns where the table of a head begins behind PlacesEntry, if the layer has such tables.
   int64_t HeadTable(int layer, int head) const;

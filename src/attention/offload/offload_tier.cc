@@ -56,13 +56,13 @@ class OffloadTierImpl : public OffloadTier {
   }
 
   Footprint FootprintOf(int64_t /*context*/, int64_t total) const override {
-    return {total, pages_.PoolTokensOf(total)};
+    return {pages_.HomeTokensOf(total), pages_.PoolTokensOf(total)};
   }
 
   int64_t max_tokens() const override {
     return LargestThat(0, options_.max_context, [this](int64_t tokens) {
       return pages_.PoolTokensOf(tokens) <= options_.hbm->capacity_tokens() &&
-             tokens <= options_.dram->capacity_tokens();
+             pages_.HomeTokensOf(tokens) <= options_.dram->capacity_tokens();
     });
   }
 
@@ -74,8 +74,8 @@ class OffloadTierImpl : public OffloadTier {
              std::unique_ptr<SequenceCache>& home) override {
     Slot& s = slots_.at(static_cast<size_t>(slot));
     SLUICE_CHECK(home != nullptr || context == 0);
-    if (!AdmitWithHome(options_.hbm, pages_.PoolTokensOf(total), options_.dram, total, home,
-                       &s.hbm)) {
+    if (!AdmitWithHome(options_.hbm, pages_.PoolTokensOf(total), options_.dram,
+                       pages_.HomeTokensOf(total), home, &s.hbm)) {
       return false;
     }
     s.home = std::move(home);
@@ -106,7 +106,9 @@ class OffloadTierImpl : public OffloadTier {
   }
 
   std::unique_ptr<SequenceCache> DetachHostCache(int slot) override {
-    return std::move(slots_[static_cast<size_t>(slot)].home);
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    if (!pages_.at_home.rows.empty()) s.home->ShrinkTo(s.total);
+    return std::move(s.home);
   }
 
   void WarmUp(int slot, int64_t tokens, const std::vector<std::vector<int32_t>>& units,
@@ -170,8 +172,9 @@ class OffloadTierImpl : public OffloadTier {
   kernels::ResidencyTable Residency(int layer) const override {
     SLUICE_CHECK(!dense(layer));
     kernels::ResidencyTable table;
-    table.place_of = Rows(pages_.residency(), pages_.ByTokenEntry(layer));
-    table.places = Rows(pages_.places(), pages_.ByPlaceEntry(layer));
+    table.place_of =
+        Rows(*options_.hbm, pages_.residency(), DeviceEntry(pages_.ByTokenEntry(layer)));
+    table.places = Rows(*options_.hbm, pages_.places(), DeviceEntry(pages_.ByPlaceEntry(layer)));
     table.ring = static_cast<int32_t>(pages_.ring_units());
     table.count = static_cast<int32_t>(pages_.place_units());
     if (pages_.HasHeadTables(layer)) table.persistent = OfLayer(buffers_.persistent, layer);
@@ -179,8 +182,11 @@ class OffloadTierImpl : public OffloadTier {
   }
   kernels::PagedRows Array(int layer, size_t index) const override {
     SLUICE_CHECK(!dense(layer));
-    const OffloadPages::ArrayAt array = pages_.Array(index);
-    return Rows(*array.rows, pages_.EntryOf(*array.group, layer));
+    return ArrayIn(layer, index, buffers_.device_tables);
+  }
+  kernels::PagedRows HostArray(int layer, size_t index) const override {
+    SLUICE_CHECK(!dense(layer) && pages_.Array(index).group == &pages_.at_home);
+    return ArrayIn(layer, index, buffers_.host_tables);
   }
 
   const SequenceCache& HomeOf(int slot) const override {
@@ -189,7 +195,7 @@ class OffloadTierImpl : public OffloadTier {
   uint8_t* ArrayRow(int slot, int layer, size_t index, int head, int64_t row) const override {
     const OffloadPages::ArrayAt array = pages_.Array(index);
     const int32_t* pages = Table(slot) + pages_.EntryOf(*array.group, layer);
-    return array.rows->At(*options_.hbm, pages, head, row);
+    return array.rows->At(PoolOf(*array.group), pages, head, row);
   }
 
   int32_t PlacesOf(int64_t total) const override {
@@ -238,10 +244,20 @@ class OffloadTierImpl : public OffloadTier {
     return cache;
   }
 
-  kernels::PagedRows Rows(const ArrayPages::Rows& rows, int64_t entry) const {
+  const PagePool& PoolOf(const ArrayPages& group) const {
+    return &group == &pages_.at_home ? *options_.dram : *options_.hbm;
+  }
+  // `tables` is one of the copies of the slots' page numbers.
+  kernels::PagedRows ArrayIn(int layer, size_t index, const Buffer& tables) const {
+    const OffloadPages::ArrayAt array = pages_.Array(index);
+    return Rows(PoolOf(*array.group), *array.rows,
+                tables.as<int32_t>() + pages_.EntryOf(*array.group, layer));
+  }
+  kernels::PagedRows Rows(const PagePool& pool, const ArrayPages::Rows& rows,
+                          const int32_t* table) const {
     kernels::PagedRows out;
-    out.base = options_.hbm->base(kKv) + rows.offset;
-    out.page_table = DeviceEntry(entry);
+    out.base = pool.base(kKv) + rows.offset;
+    out.page_table = table;
     out.table_stride = pages_.entries();
     out.page_bytes = pages_.kind.page_bytes();
     out.head_bytes = pages_.kind.block_bytes();
@@ -279,23 +295,32 @@ class OffloadTierImpl : public OffloadTier {
     }
   }
 
+  // Deals the pages of a sequence layer by layer: in each, those from `skipped` on.
+  struct PageDeal {
+    const SequenceCache& from;
+    size_t skipped = 0;
+    int layer = 0;
+    size_t next = skipped;
+
+    void operator()(int32_t* out, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) {
+        while (next == from.Pages(layer, kKv).size()) {
+          ++layer;
+          next = skipped;
+        }
+        out[i] = from.Pages(layer, kKv)[next++];
+      }
+    }
+  };
+
   // Assigns the sequence's pages in the order of the table. Entries without a page are -1.
   void WriteTable(int slot) {
     const Slot& s = slots_[static_cast<size_t>(slot)];
     int32_t* const table = Table(slot);
     std::fill_n(table, pages_.entries(), -1);
-    int layer_of_page = 0;
-    size_t next = 0;
+    PageDeal deal{*s.hbm};
+    PageDeal deal_home{*s.home, static_cast<size_t>(pages_.kind.BlocksFor(s.total))};
     std::vector<int32_t> of_layer;
-    const auto deal = [&](int32_t* out, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) {
-        while (next == s.hbm->Pages(layer_of_page, kKv).size()) {
-          ++layer_of_page;
-          next = 0;
-        }
-        out[i] = s.hbm->Pages(layer_of_page, kKv)[next++];
-      }
-    };
     for (int layer = 0; layer < pages_.layers; ++layer) {
       if (dense(layer)) {
         deal(table + pages_.DenseEntry(layer), pages_.kind.BlocksFor(s.total));
@@ -312,6 +337,7 @@ class OffloadTierImpl : public OffloadTier {
       }
       deal(table + pages_.ByTokenEntry(layer), pages_.by_token.PagesFor(s.total));
       deal(table + pages_.ByPlaceEntry(layer), pages_.place_pages());
+      deal_home(table + pages_.AtHomeEntry(layer), pages_.at_home.PagesFor(s.total));
     }
   }
 

@@ -7,7 +7,8 @@
 // heads of sparse layers have all of theirs behind the ring, by position. Beside that lie *arrays*,
 // rows of numbers that grow with the sequence (digests, partial keys) or with its places. All of
 // these are pages of the HBM pool, taken at admission for the whole length of the sequence, so that
-// admission counts real bytes and a running sequence never lacks space.
+// admission counts real bytes and a running sequence never lacks space. Arrays that CPU workers
+// read lie in DRAM instead, in pages of the home behind those of its tokens.
 //
 // This is only placement: the policy decides which units are recalled, and when. Only the engine's
 // thread may call it, except for the views of layers, which operators read by slot.
@@ -35,6 +36,9 @@ struct OffloadArray {
   int64_t tokens_per_row = 0;
   int32_t dim = 0;
   kernels::DType type = kernels::DType::kFloat32;  // kFloat32 also stands for int32 tables
+  // kDram: pinned memory, which the device writes over the link. Only with tokens_per_row > 0.
+  enum class Place { kHbm, kDram };
+  Place place = Place::kHbm;
 };
 
 struct OffloadTierOptions {
@@ -73,16 +77,17 @@ class OffloadTier {
   virtual Footprint FootprintOf(int64_t context, int64_t total) const = 0;
   virtual int64_t max_tokens() const = 0;
   virtual SequencePlacement::Headroom HeadroomNow() const = 0;
-  // Takes HBM and keeps `home`, enlarged if it is too small (or reserves one for `total` tokens in
-  // DRAM). The page numbers are then on their way to the device; WarmUp makes residency and arrays.
-  // Returns false if there is no capacity now; then nothing has changed.
+  // Takes HBM and keeps `home`, enlarged if it is too small (or reserves one in DRAM, of the
+  // footprint's size). The page numbers are then on their way to the device; WarmUp makes residency
+  // and arrays. Returns false if there is no capacity now; then nothing has changed.
   virtual bool Admit(int slot, int64_t context, int64_t total,
                      std::unique_ptr<SequenceCache>& home) = 0;
   // Makes positions below `tokens` writable in the host cache.
   virtual void Grow(int slot, int64_t tokens) = 0;
   // REQUIRES: nothing reads or writes the slot's pages any more.
   virtual void Release(int slot) = 0;
-  // Returns the host cache, so that it outlives the slot. Called before Release.
+  // Returns the host cache, so that it outlives the slot, without the pages of arrays: these are
+  // built anew when it is admitted again. Called before Release.
   virtual std::unique_ptr<SequenceCache> DetachHostCache(int slot) = 0;
 
   // Starts to make the working set of the slot's first `tokens` tokens, as the row of position
@@ -121,6 +126,8 @@ class OffloadTier {
   virtual kernels::PagedCache Places(int layer) const = 0;  // by place of a block, ring first
   virtual kernels::ResidencyTable Residency(int layer) const = 0;
   virtual kernels::PagedRows Array(int layer, size_t index) const = 0;
+  // Returns an array in DRAM as CPU workers read it: its table is in the host's memory too.
+  virtual kernels::PagedRows HostArray(int layer, size_t index) const = 0;
 
   // The host's view: the slot's host cache, and the device address of a row of an array.
   virtual const SequenceCache& HomeOf(int slot) const = 0;

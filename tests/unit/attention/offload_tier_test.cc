@@ -155,6 +155,92 @@ TEST_CASE(
   }
 }
 
+// Adds an array in DRAM beside those in HBM.
+void AddHomeArray(Tiers& t) {
+  t.options.arrays.push_back(
+      {"levels", 2 * kBlock, 3 * kDim, kernels::DType::kBFloat16, OffloadArray::Place::kDram});
+}
+
+// Returns the pages of the home that hold the array in DRAM, by its rows, as workers see them.
+std::set<int32_t> HomeArrayPages(Tiers& t, int slot, int64_t total) {
+  std::set<int32_t> pages;
+  for (int layer = t.options.dense_layers; layer < kLayers; ++layer) {
+    const kernels::PagedRows host = t.tier->HostArray(layer, 2);
+    const kernels::PagedRows device = t.tier->Array(layer, 2);
+    CHECK(host.base >= t.dram->base(0));
+    CHECK(host.base == device.base);
+    const int64_t rows = (total + 2 * kBlock - 1) / (2 * kBlock);
+    for (int64_t i = 0; i < (rows + host.rows_per_page - 1) / host.rows_per_page; ++i) {
+      const int32_t page = host.page_table[slot * host.table_stride + i];
+      CHECK(page == *t.At(device.page_table + slot * device.table_stride + i));
+      CHECK(pages.insert(page).second);
+    }
+    CHECK(t.tier->ArrayRow(slot, layer, 2, 1, 0) ==
+          reinterpret_cast<const uint8_t*>(t.Row(device, slot, 1, 0)));
+  }
+  return pages;
+}
+
+TEST_CASE("arrays in DRAM are pages of the home that no token has, and are counted in it") {
+  SplitMix64 random(TestSeed());
+  for (const Shape& shape : kShapes) {
+    Tiers t(shape);
+    AddHomeArray(t);
+    t.Create();
+    for (int round = 0; round < 20; ++round) {
+      const auto tokens = static_cast<int64_t>(1 + random.Below(200));
+      const auto total = tokens + static_cast<int64_t>(1 + random.Below(100));
+      const Footprint footprint = t.tier->FootprintOf(tokens, total);
+      CHECK((footprint.dram_tokens.least() > total) == (shape.dense_layers < kLayers));
+      std::unique_ptr<SequenceCache> home = t.Home(tokens, total, 7);
+      REQUIRE(t.tier->Admit(2, tokens, total, home));
+      const auto units = t.Units(tokens, random);
+      t.tier->WarmUp(2, tokens, units, [](Stream&, const OffloadTier::BulkRow&) {});
+      t.Wait(2);
+      t.CheckWorkingSet(2, tokens, total, 7, units);
+      CHECK(t.dram->UsageOf(0).used_bytes == Layout().BytesFor(footprint.dram_tokens));
+      std::set<int32_t> pages = HomeArrayPages(t, 2, total);
+      const size_t of_array = pages.size();
+      const int64_t blocks = (total + kBlock - 1) / kBlock;
+      for (int layer = 0; layer < kLayers; ++layer) {
+        const std::vector<int32_t>& of_layer = t.tier->HomeOf(2).Pages(layer, 0);
+        pages.insert(of_layer.begin(), of_layer.begin() + blocks);
+      }
+      CHECK(pages.size() == of_array + static_cast<size_t>(kLayers * blocks));
+      // A kept home goes on without the array, and gets room for it anew with a longer sequence.
+      home = t.tier->DetachHostCache(2);
+      t.tier->Release(2);
+      CHECK(t.dram->UsageOf(0).used_bytes == Layout().BytesFor(total));
+      const int64_t longer = total + static_cast<int64_t>(random.Below(100));
+      REQUIRE(t.tier->Admit(3, tokens, longer, home));
+      t.Wait(3);
+      CHECK(t.dram->UsageOf(0).reserved_bytes ==
+            Layout().BytesFor(t.tier->FootprintOf(tokens, longer).dram_tokens));
+      HomeArrayPages(t, 3, longer);
+      for (int64_t token = 0; token < tokens; ++token) {
+        t.CheckToken(t.tier->HostHome(1), 3, token, 1, 1, token, 7);
+      }
+      t.tier->Release(3);
+      CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
+    }
+  }
+}
+
+TEST_CASE("the longest sequence has room for its arrays in DRAM too") {
+  Tiers t({1, 2, 3, kBlock}, 1 << 20);
+  AddHomeArray(t);
+  t.options.max_context = 100000;
+  t.Create();
+  const int64_t most = t.tier->max_tokens();
+  CHECK(most < t.dram->capacity_tokens());
+  CHECK(t.dram->CouldEverFit(t.tier->FootprintOf(0, most).dram_tokens));
+  CHECK_FALSE(t.dram->CouldEverFit(t.tier->FootprintOf(0, most + 1).dram_tokens));
+  std::unique_ptr<SequenceCache> none;
+  CHECK(t.tier->Admit(0, 0, most, none));
+  t.Wait(0);
+  t.tier->Release(0);
+}
+
 TEST_CASE("the longest sequence is the longest that either tier holds") {
   Tiers t({1, 2, 3, kBlock}, 96 << 10);
   t.options.max_context = 100000;
