@@ -70,6 +70,9 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
     return policy_->DescribeSteps(decode_rows);
   }
   int64_t MetadataBytes(int64_t tokens) const override { return policy_->MetadataBytes(tokens); }
+  int64_t HostMetadataBytes(int64_t tokens) const override {
+    return policy_->HostMetadataBytes(tokens);
+  }
   bool LooksAhead(int layer) const override { return policy_->kv_attention()->LooksAhead(layer); }
   bool FollowsDrift() const override { return policy_->kv_attention()->FollowsDrift(); }
   bool LooksEarly() const override { return policy_->kv_attention()->LooksEarly(); }

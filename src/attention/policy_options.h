@@ -163,6 +163,8 @@ struct PolicyOptions {
     // False: no block has a place in HBM for being selected often. HBM has digests, the first
     // tokens and the newest alone.
     bool resident = true;
+    // True: digests lie in DRAM, and the CPU workers score them, as published.
+    bool digests_in_dram = false;
   } fluxion;
 
   struct Hgca {

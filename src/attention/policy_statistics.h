@@ -111,6 +111,8 @@ class PolicyStatisticsSource {
   // Returns the bytes of policy metadata in HBM (digests, partial keys, averages) that a decode row
   // of a sequence of `tokens` tokens reads and writes in a layer that selects. Any thread.
   virtual int64_t MetadataBytes(int64_t /*tokens*/) const { return 0; }
+  // Returns the same of metadata in DRAM, which CPU workers read.
+  virtual int64_t HostMetadataBytes(int64_t /*tokens*/) const { return 0; }
 };
 
 }  // namespace sluice

@@ -86,7 +86,8 @@ MemoryTraffic BytesOfStep(const StepModel& model, AttentionPolicy& policy,
                  brought + metadata;
     }
     sum.to_device += brought;
-    sum.dram += of_dram * brought + (workers ? missing : 0);
+    sum.dram += of_dram * brought + (workers ? missing : 0) +
+                static_cast<double>(policy.HostMetadataBytes(static_cast<int64_t>(tokens)));
     // The queries of layer 0 are the real ones.
     if (policy.kv_attention()->LooksAhead(layer) && layer > 0) shared += q_weights;
     if (!workers) continue;

@@ -5,9 +5,9 @@
 // queries are predicted, the metadata that selection reads, the resident K and V that are attended
 // to, and the K and V that are brought there. Link: K and V written through, recalled or fetched,
 // and with CPU workers queries and their answers; both directions at once. DRAM: the K and V that
-// the workers attend to, and those that the link reads. (Latent caches: weights, index keys,
-// selected entries and missed entries; every expert counts as read.) The three overlap in a perfect
-// step, so the floor is the longest of them.
+// the workers attend to, those that the link reads, and the metadata that workers read. (Latent
+// caches: weights, index keys, selected entries and missed entries; every expert counts as read.)
+// The three overlap in a perfect step, so the floor is the longest of them.
 #pragma once
 
 #include <cstdint>

@@ -38,7 +38,7 @@ class CoAttentionImpl : public CoAttention {
   absl::Status Begin() {
     SlotWorkers::Options workers;
     workers.device = options_.device;
-    workers.channels = options_.layers;
+    workers.channels = options_.layers + options_.other_channels;
     workers.workers = options_.workers;
     workers.slots = options_.slots;
     workers.groups = CoAttentionGroups(options_);
@@ -126,6 +126,7 @@ class CoAttentionImpl : public CoAttention {
   }
 
   absl::StatusOr<bool> Work(int worker, int channel) {
+    if (channel >= options_.layers) return options_.other_share(worker, channel - options_.layers);
     WorkerShare& share = shares_[static_cast<size_t>(worker)];
     SLUICE_ASSIGN_OR_RETURN(const bool served, Serve(worker, channel, share));
     if (served) workers_->SetTokens(worker, share.tokens());

@@ -85,6 +85,10 @@ class CoAttention {
     // of more than 32 such parts has larger ones. It is part of what a result's bits depend on, so
     // only tests and benches set it.
     int64_t part_bytes = 256 << 10;
+    // Rounds of another kind, which the same workers serve: on channels [layers, layers +
+    // other_channels) they call `other_share(worker, channel - layers)`.
+    int other_channels = 0;
+    SlotWorkers::Share other_share;
     // Outlives the result. With a source there are no lists, and capacity and unit_tokens are
     // ignored.
     Source* source = nullptr;

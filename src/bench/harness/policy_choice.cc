@@ -53,6 +53,12 @@ void PredictSynthetically(PolicyOptions& o) {
   o.fluxion.predictor = SyntheticPredictor(of);
 }
 
+// Has digests in DRAM, and no block in HBM for being selected often.
+void PlaceAsPublished(PolicyOptions& o) {
+  o.fluxion.resident = false;
+  o.fluxion.digests_in_dram = true;
+}
+
 constexpr Preset kPresets[] = {
     {"full", "full", [](PolicyOptions&) {}},
     {"scout", "scout", [](PolicyOptions&) {}},
@@ -101,6 +107,12 @@ constexpr Preset kPresets[] = {
     {"fluxion", "fluxion", [](PolicyOptions&) {}},
     {"fluxion-hbm-digests", "fluxion", [](PolicyOptions& o) { o.fluxion.resident = false; }},
     {"fluxion-synthetic", "fluxion", PredictSynthetically},
+    {"fluxion-paper", "fluxion", PlaceAsPublished},
+    {"fluxion-paper-fixed", "fluxion",
+     [](PolicyOptions& o) {
+       PlaceAsPublished(o);
+       o.fluxion.fixed_block = 16;
+     }},
     {"fluxion-fixed", "fluxion",
      [](PolicyOptions& o) {
        o.fluxion.resident = false;
@@ -211,6 +223,8 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.fluxion.device_share = value; }},
     {"hot", "fluxion", false,
      [](PolicyOptions& o, double value) { o.fluxion.resident = value != 0; }},
+    {"host-digests", "fluxion", false,
+     [](PolicyOptions& o, double value) { o.fluxion.digests_in_dram = value != 0; }},
     {"share", "scout", false,
      [](PolicyOptions& o, double value) { o.scout.share_limit = static_cast<float>(value); }},
     {"interval", "scout", true,

@@ -40,7 +40,8 @@ attention weights, oracle-digest by block digests, ends takes the first and the 
 random ones; offload-naive fetches every selected entry in every step. Three select by clo's hash codes in every
 step: lru keeps 30 % of a sequence in HBM, hata all of it, and clo-fetch-all nothing; hata-paper and clo-paper have the
 codes and the scores that HATA published. fluxion-fixed reads a twentieth of each head's tokens in blocks of 16, and
-fluxion-hbm-digests has no hot blocks in HBM. fluxion-synthetic runs a network of a real one's size that no model trained:
+fluxion-hbm-digests has no hot blocks in HBM; fluxion-paper and fluxion-paper-fixed have digests in DRAM too, which the
+CPU scores, as published. fluxion-synthetic runs a network of a real one's size that no model trained:
 three heads of five stream, and the volume (equation 3) is 3.1 times smaller than that of fluxion-fixed. The names scout-*, clo-paper,
 recall-fetch-all and ess-* are policies without one of their ideas. hgca-mean is hgca with the beta for which the CPU attends, on
 average, to as many tokens as the budget leaves beside the window.
@@ -76,6 +77,7 @@ scout:interval=8. These settings exist in this bench alone:
   fixed-share=X        (fluxion) how much each then reads of what is not in HBM
   device-share=X       (fluxion) how much of that the device reads over the link; the CPU reads the others
   hot=0                (fluxion) no block has a place in HBM for being selected often
+  host-digests=1       (fluxion) digests lie in DRAM, and the CPU scores them
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
 
 --traffic times every step of sequences that do not march alike. steady: all have the longest of --contexts.

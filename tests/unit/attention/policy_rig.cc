@@ -132,6 +132,19 @@ void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int cont
   }
 }
 
+void PolicyRig::NextTurn(AttentionPolicy& policy, int slot, int total) {
+  policy.WarmEvent(slot).Wait();
+  REQUIRE(policy.Warm(slot));
+  std::unique_ptr<SequenceCache> home = policy.DetachHostCache(slot);
+  const int length = sequences_.at(slot).length;
+  REQUIRE(policy.Admit(slot, length, total, Promise::kFirm, home));
+  policy.WarmEvent(slot).Wait();
+  REQUIRE(policy.Warm(slot));
+  policy.EndPrompt(slot, length, {});
+  policy.WarmEvent(slot).Wait();
+  REQUIRE(policy.Warm(slot));
+}
+
 void PolicyRig::Release(AttentionPolicy& policy, int slot) {
   policy.WarmEvent(slot).Wait();
   REQUIRE(policy.Warm(slot));

@@ -54,6 +54,9 @@ class PolicyRig {
   void Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
              int computed = 0, const SelectionHints& hints = {});
   void Release(AttentionPolicy& policy, int slot);
+  // Ends a turn of the slot's sequence, and begins another one with the host cache that it leaves,
+  // in which the sequence has `total` tokens at its end; the slot is warm on return.
+  void NextTurn(AttentionPolicy& policy, int slot, int total);
   // Returns the next position of a slot.
   int position(int slot) const { return sequences_.at(slot).length; }
   // Makes the next step of a slot compute the row of its last one again.

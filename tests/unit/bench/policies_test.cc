@@ -55,7 +55,19 @@ TEST_CASE("a policy's name may carry settings of that policy") {
   CHECK(fixed.fluxion.fixed_block == 16);
   CHECK(fixed.fluxion.resident);
   CHECK(fixed.fluxion.device_share == 0.25);
+  CHECK_FALSE(fixed.fluxion.digests_in_dram);
   CHECK_FALSE(WithPolicy(options, "fluxion-hbm-digests").fluxion.resident);
+  CHECK_FALSE(WithPolicy(options, "fluxion-hbm-digests").fluxion.digests_in_dram);
+  CHECK(WithPolicy(options, "fluxion-hbm-digests:host-digests=1").fluxion.digests_in_dram);
+  for (const std::string name : {"fluxion-paper", "fluxion-paper-fixed"}) {
+    const PolicyOptions published = WithPolicy(options, name);
+    CHECK(published.fluxion.digests_in_dram);
+    CHECK_FALSE(published.fluxion.resident);
+    CHECK(published.fluxion.fixed_block == (name == "fluxion-paper" ? 0 : 16));
+    CHECK(published.fluxion.fixed_share == 0.05);
+    CHECK_FALSE(WithPolicy(options, name + ":host-digests=0").fluxion.digests_in_dram);
+  }
+  CHECK_FALSE(ParsePolicies("scout:host-digests=1").ok());
   CHECK_FALSE(ParsePolicies("clo:device-share=1").ok());
   CHECK(IsAuto("auto"));
   CHECK_FALSE(ParsePolicies("auto:budget=512").ok());  // A node chooses the budget.

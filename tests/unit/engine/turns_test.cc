@@ -69,9 +69,13 @@ std::vector<int32_t> Joined(std::initializer_list<std::vector<int32_t>> parts) {
 }
 
 TEST_CASE("turns of a kept sequence give what one prompt of all of them gives") {
-  for (const char* policy : {"full", "oracle", "scout", "recall", "hgca", "clo", "fluxion"}) {
+  for (const std::string policy : {"full", "oracle", "scout", "recall", "hgca", "clo", "fluxion",
+                                   "fluxion, digests in DRAM"}) {
     INFO(policy);
-    Node node(Options(policy));
+    NodeOptions options = Options(policy.substr(0, policy.find(',')));
+    // A kept sequence then leaves pages, and needs more than its tokens do.
+    options.policy.fluxion.digests_in_dram = absl::StrContains(policy, "DRAM");
+    Node node(options);
     const std::vector<int32_t> first = Tokens(150, 1), second = Tokens(40, 2), third = Tokens(1, 3);
     const Generated one = node.Generate(Kept(first));
     REQUIRE(one.ids.size() == kOutput);

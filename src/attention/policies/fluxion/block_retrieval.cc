@@ -9,8 +9,10 @@ namespace sluice {
 
 absl::StatusOr<std::unique_ptr<BlockRetrieval>> BlockRetrieval::Create(const PolicyOptions& options,
                                                                        const FluxionShape& shape,
-                                                                       const OffloadTier* tier) {
-  auto made = std::unique_ptr<BlockRetrieval>(new BlockRetrieval(options, shape, tier));
+                                                                       const OffloadTier* tier,
+                                                                       HostScores* host_scores) {
+  auto made =
+      std::unique_ptr<BlockRetrieval>(new BlockRetrieval(options, shape, tier, host_scores));
   const BufferAllocator allocator(options.device, "what a step of policy fluxion selects");
   const auto on_device = [&](int64_t words, Buffer* buffer) {
     return allocator.Words(MemoryKind::kDevice, words, buffer);
@@ -19,7 +21,9 @@ absl::StatusOr<std::unique_ptr<BlockRetrieval>> BlockRetrieval::Create(const Pol
   SLUICE_RETURN_IF_ERROR(on_device(shape.lists(), &made->levels_));
   SLUICE_RETURN_IF_ERROR(on_device(shape.lists(), &made->volumes_));
   SLUICE_RETURN_IF_ERROR(on_device(values, &made->blocks_));
-  SLUICE_RETURN_IF_ERROR(on_device(values * shape.score_stride(), &made->scores_));
+  if (host_scores == nullptr) {
+    SLUICE_RETURN_IF_ERROR(on_device(values * shape.score_stride(), &made->scores_));
+  }
   SLUICE_RETURN_IF_ERROR(on_device(shape.lists() * shape.most_units, &made->units_));
   SLUICE_RETURN_IF_ERROR(on_device(shape.lists(), &made->counts_));
   return made;
@@ -43,6 +47,28 @@ kernels::UnitLists BlockRetrieval::Choose(Stream& stream, int layer, const Queri
   plan.first_level = shape_.first_level;
   kernels_.PlanRetrieval(stream, plan);
 
+  kernels::SelectUnionParams select{};
+  select.scores = Score(stream, layer, queries, plan);
+  select.score_stride = shape_.score_stride();
+  select.slots = queries.slots;
+  select.positions = queries.positions;
+  select.levels = plan.levels;
+  select.blocks = plan.blocks;
+  select.selected = selected;
+  select.counters = counters;
+  select.rows = queries.rows;
+  select.heads = queries.heads;
+  select.kv_heads = shape_.kv_heads;
+  select.unit_tokens = shape_.unit_tokens;
+  kernels_.SelectUnion(stream, select);
+  return selected;
+}
+
+const float* BlockRetrieval::Score(Stream& stream, int layer, const Queries& queries,
+                                   const kernels::PlanRetrievalParams& plan) {
+  if (host_scores_ != nullptr) {
+    return host_scores_->Score(stream, layer, queries, plan.levels, plan.blocks);
+  }
   kernels::LevelScoresParams score{};
   score.q = queries.q;
   score.q_stride = queries.stride;
@@ -56,22 +82,7 @@ kernels::UnitLists BlockRetrieval::Choose(Stream& stream, int layer, const Queri
   score.rows = queries.rows;
   score.heads = queries.heads;
   kernels_.LevelScores(stream, score);
-
-  kernels::SelectUnionParams select{};
-  select.scores = score.scores;
-  select.score_stride = score.score_stride;
-  select.slots = queries.slots;
-  select.positions = queries.positions;
-  select.levels = plan.levels;
-  select.blocks = plan.blocks;
-  select.selected = selected;
-  select.counters = counters;
-  select.rows = queries.rows;
-  select.heads = queries.heads;
-  select.kv_heads = shape_.kv_heads;
-  select.unit_tokens = shape_.unit_tokens;
-  kernels_.SelectUnion(stream, select);
-  return selected;
+  return score.scores;
 }
 
 }  // namespace sluice

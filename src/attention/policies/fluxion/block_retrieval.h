@@ -10,6 +10,7 @@
 #include "src/attention/offload/offload_tier.h"
 #include "src/attention/policies/fluxion/fluxion_options.h"
 #include "src/attention/policies/fluxion/head_budgets.h"
+#include "src/attention/policies/fluxion/host_scores.h"
 
 namespace sluice {
 
@@ -17,10 +18,12 @@ class BlockRetrieval {
  public:
   using Queries = KvAttention::Queries;
 
-  // RESOURCE_EXHAUSTED: there is no memory for the scores.
+  // `host_scores` is null where digests lie in HBM, and the device scores them. RESOURCE_EXHAUSTED:
+  // there is no memory for the scores.
   static absl::StatusOr<std::unique_ptr<BlockRetrieval>> Create(const PolicyOptions& options,
                                                                 const FluxionShape& shape,
-                                                                const OffloadTier* tier);
+                                                                const OffloadTier* tier,
+                                                                HostScores* host_scores);
 
   // Enqueues the choice for these rows. Returns the units that were chosen, in device memory, which
   // the next call overwrites. `counters` may be null.
@@ -28,15 +31,23 @@ class BlockRetrieval {
                             const HeadBudgets& budgets, kernels::SparseCounters* counters);
 
  private:
-  BlockRetrieval(const PolicyOptions& options, const FluxionShape& shape, const OffloadTier* tier)
-      : shape_(shape), tier_(*tier), kernels_(options.device->kernels()) {}
+  BlockRetrieval(const PolicyOptions& options, const FluxionShape& shape, const OffloadTier* tier,
+                 HostScores* host_scores)
+      : shape_(shape),
+        tier_(*tier),
+        host_scores_(host_scores),
+        kernels_(options.device->kernels()) {}
+  // Enqueues the scores of the planned blocks, [rows * heads][score_stride], and returns them.
+  const float* Score(Stream& stream, int layer, const Queries& queries,
+                     const kernels::PlanRetrievalParams& plan);
 
   const FluxionShape shape_;
   const OffloadTier& tier_;
+  HostScores* const host_scores_;
   KernelSet& kernels_;
   Buffer levels_, volumes_;  // int32 [lists]
   Buffer blocks_;            // int32 [rows][heads]
-  Buffer scores_;            // float [rows * heads][score_stride]
+  Buffer scores_;            // float [rows * heads][score_stride]; none with host_scores_
   Buffer units_, counts_;    // int32 [lists][most_units], [lists]
 };
 

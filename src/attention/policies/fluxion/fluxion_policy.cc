@@ -14,6 +14,7 @@
 #include "src/attention/policies/fluxion/block_retrieval.h"
 #include "src/attention/policies/fluxion/fluxion_options.h"
 #include "src/attention/policies/fluxion/head_budgets.h"
+#include "src/attention/policies/fluxion/host_scores.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
@@ -40,10 +41,11 @@ struct Scratch {
 
 struct Parts {
   std::unique_ptr<HeadBudgets> budgets;
+  std::unique_ptr<HostScores> host_scores;  // null: digests lie in HBM
   std::unique_ptr<BlockRetrieval> retrieval;
   std::unique_ptr<BlockRecall> recall;
   std::unique_ptr<SelectionCounters> counters;
-  std::unique_ptr<CoAttention> workers;
+  std::unique_ptr<CoAttention> workers;  // last: its threads use host_scores
 };
 
 class FluxionPolicy : public OffloadPolicy {
@@ -65,10 +67,11 @@ class FluxionPolicy : public OffloadPolicy {
   }
 
   PolicyStatistics Statistics() const override { return parts_.counters->Sum(); }
-  // A row reads digests of one level; those of the smallest blocks are the most.
   int64_t MetadataBytes(int64_t tokens) const override {
-    const int64_t digest = int64_t{2} * shape_.head_dim * SizeOf(kv().element_type);
-    return shape_.kv_heads * kv().BlocksFor(tokens) * digest;
+    return parts_.host_scores == nullptr ? DigestBytes(tokens) : 0;
+  }
+  int64_t HostMetadataBytes(int64_t tokens) const override {
+    return parts_.host_scores == nullptr ? 0 : DigestBytes(tokens);
   }
 
   // one row, which is the anchor's
@@ -186,6 +189,11 @@ class FluxionPolicy : public OffloadPolicy {
   }
 
  private:
+  // A row reads digests of one level; those of the smallest blocks are the most.
+  int64_t DigestBytes(int64_t tokens) const {
+    const int64_t digest = int64_t{2} * shape_.head_dim * SizeOf(kv().element_type);
+    return shape_.kv_heads * kv().BlocksFor(tokens) * digest;
+  }
   // Returns the counts of one of the lists of Scratch::counts.
   int32_t* Counts(int of) const { return scratch_.counts.as<int32_t>() + of * shape_.lists(); }
   SegmentUnits Segments() const {
@@ -294,8 +302,26 @@ absl::StatusOr<Scratch> MakeScratch(const PolicyOptions& options, const FluxionS
   return s;
 }
 
+// Returns null where digests lie in HBM.
+absl::StatusOr<std::unique_ptr<HostScores>> NewHostScores(const PolicyOptions& options,
+                                                          const FluxionShape& shape,
+                                                          const OffloadTier& tier) {
+  if (!options.fluxion.digests_in_dram) return nullptr;
+  HostScores::Options o;
+  o.device = options.device;
+  o.kernels = options.host_kernels;
+  o.workers = options.workers;
+  o.shape = shape;
+  o.digests.resize(static_cast<size_t>(shape.layers));
+  for (int layer = shape.dense_layers; layer < shape.layers; ++layer) {
+    o.digests[static_cast<size_t>(layer)] = HostFluxionDigests(tier, layer);
+  }
+  return HostScores::Create(o);
+}
+
 absl::StatusOr<std::unique_ptr<CoAttention>> NewWorkers(const PolicyOptions& options,
-                                                        const FluxionShape& shape) {
+                                                        const FluxionShape& shape,
+                                                        HostScores* host_scores) {
   CoAttention::Options o;
   o.device = options.device;
   o.kernels = options.host_kernels;
@@ -309,7 +335,38 @@ absl::StatusOr<std::unique_ptr<CoAttention>> NewWorkers(const PolicyOptions& opt
   o.head_dim = shape.head_dim;
   o.capacity = shape.most_units;
   o.unit_tokens = shape.unit_tokens;
-  return CoAttention::Create(o);
+  if (host_scores == nullptr) return CoAttention::Create(o);
+  // One team serves both, because two would take one another's cores while they poll.
+  o.other_channels = shape.layers;
+  o.other_share = [host_scores](int worker, int layer) {
+    return host_scores->Share(worker, layer);
+  };
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<CoAttention> made, CoAttention::Create(o));
+  host_scores->ServeWith(&made->workers(), shape.layers);
+  return made;
+}
+
+OffloadTierOptions TierOptionsOf(const PolicyOptions& options, const FluxionShape& shape) {
+  OffloadTierOptions out;
+  out.device = options.device;
+  out.hbm = options.hbm;
+  out.dram = options.dram;
+  out.slots = options.slots;
+  out.max_context = options.max_context;
+  out.dense_layers = shape.dense_layers;
+  out.ring_blocks = shape.ring_units;
+  out.recall_blocks = shape.recall_units();
+  out.unit_tokens = shape.unit_tokens;
+  for (int level = 0; level < kernels::kFluxionLevels; ++level) {
+    const int32_t tokens = kernels::LevelTokens(level);
+    OffloadArray& digests = out.arrays.emplace_back();
+    digests.name = absl::StrCat("digests of ", tokens, " tokens");
+    digests.tokens_per_row = tokens;
+    digests.dim = 2 * shape.head_dim;
+    digests.type = options.hbm->layout().kinds[0].element_type;
+    if (options.fluxion.digests_in_dram) digests.place = OffloadArray::Place::kDram;
+  }
+  return out;
 }
 
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> FluxionPolicy::Create(
@@ -318,32 +375,20 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> FluxionPolicy::Create(
   const FluxionShape shape = FluxionShapeOf(options, MaxDecodeRows(options));
   const CacheLayout& layout = options.hbm->layout();
 
-  OffloadTierOptions tier_options;
-  tier_options.device = options.device;
-  tier_options.hbm = options.hbm;
-  tier_options.dram = options.dram;
-  tier_options.slots = options.slots;
-  tier_options.max_context = options.max_context;
-  tier_options.dense_layers = shape.dense_layers;
-  tier_options.ring_blocks = shape.ring_units;
-  tier_options.recall_blocks = shape.recall_units();
-  tier_options.unit_tokens = shape.unit_tokens;
-  for (int level = 0; level < kernels::kFluxionLevels; ++level) {
-    const int32_t tokens = kernels::LevelTokens(level);
-    tier_options.arrays.push_back({absl::StrCat("digests of ", tokens, " tokens"), tokens,
-                                   2 * shape.head_dim, layout.kinds[0].element_type});
-  }
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier,
+                          OffloadTier::Create(TierOptionsOf(options, shape)));
 
   Parts parts;
   SLUICE_ASSIGN_OR_RETURN(parts.budgets, HeadBudgets::Create(options, shape, tier.get()));
-  SLUICE_ASSIGN_OR_RETURN(parts.retrieval, BlockRetrieval::Create(options, shape, tier.get()));
+  SLUICE_ASSIGN_OR_RETURN(parts.host_scores, NewHostScores(options, shape, *tier));
+  SLUICE_ASSIGN_OR_RETURN(
+      parts.retrieval, BlockRetrieval::Create(options, shape, tier.get(), parts.host_scores.get()));
   SLUICE_ASSIGN_OR_RETURN(BlockRecall recall,
                           BlockRecall::Create(*tier, shape.rows, shape.most_units));
   parts.recall = std::make_unique<BlockRecall>(std::move(recall));
   SLUICE_ASSIGN_OR_RETURN(parts.counters,
                           SelectionCounters::Create(options.device, options.slots, layout));
-  SLUICE_ASSIGN_OR_RETURN(parts.workers, NewWorkers(options, shape));
+  SLUICE_ASSIGN_OR_RETURN(parts.workers, NewWorkers(options, shape, parts.host_scores.get()));
   SLUICE_ASSIGN_OR_RETURN(Scratch scratch, MakeScratch(options, shape));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
   return std::make_unique<FluxionPolicy>(options, shape, std::move(tier), std::move(written),

@@ -40,6 +40,14 @@ kernels::LevelDigests FluxionDigests(const OffloadTier& tier, int layer) {
   return digests;
 }
 
+kernels::LevelDigests HostFluxionDigests(const OffloadTier& tier, int layer) {
+  kernels::LevelDigests digests{};
+  for (int level = 0; level < kFluxionLevels; ++level) {
+    digests.of[level] = tier.HostArray(layer, static_cast<size_t>(level));
+  }
+  return digests;
+}
+
 absl::StatusOr<std::unique_ptr<HeadBudgets>> HeadBudgets::Create(const PolicyOptions& options,
                                                                  const FluxionShape& shape,
                                                                  const OffloadTier* tier) {

@@ -164,7 +164,7 @@ void TestReadsAll(const PolicyRig::Shape& of) {
 }
 SLUICE_TEST_ON_CPU_AND_GPU("without a predictor every head reads all of its tokens", TestReadsAll)
 
-void TestFixed(const PolicyRig::Shape& of) {
+void CheckFixed(const PolicyRig::Shape& of, bool in_dram) {
   PolicyRig::Shape shape = of;
   shape.heads = 6;
   const PolicyRig::Make make = testing::RandomVectors(shape, 0);
@@ -175,6 +175,7 @@ void TestFixed(const PolicyRig::Shape& of) {
     options.fluxion.fixed_block = block;
     options.fluxion.fixed_share = share;
     options.fluxion.resident = false;
+    options.fluxion.digests_in_dram = in_dram;
     const auto policy = Make(options);
     const uint64_t seed = TestSeed();
     rig.Admit(*policy, 1, seed, 880, 1000);
@@ -192,12 +193,18 @@ void TestFixed(const PolicyRig::Shape& of) {
     rig.Release(*policy, 1);
   }
 }
+void TestFixed(const PolicyRig::Shape& shape) {
+  for (const bool in_dram : {false, true}) {
+    INFO("digests in " << (in_dram ? "DRAM" : "HBM"));
+    CheckFixed(shape, in_dram);
+  }
+}
 SLUICE_TEST_ON_CPU_AND_GPU("a fixed budget reads each query head's best blocks, and their union",
                            TestFixed)
 
 enum class Anchor { kComputed, kHinted, kNone };
 
-void CheckPrediction(const PolicyRig::Shape& shape, Anchor anchor, bool streaming) {
+void CheckPrediction(const PolicyRig::Shape& shape, Anchor anchor, bool streaming, bool in_dram) {
   const PolicyRig::Make make = testing::RandomVectors(shape, 0);
   PolicyRig rig(shape, make);
   PolicyOptions options = rig.Options();
@@ -205,6 +212,7 @@ void CheckPrediction(const PolicyRig::Shape& shape, Anchor anchor, bool streamin
   // Equation 3 takes blocks of 32 tokens: the other sizes need too much.
   options.fluxion.predictor = Constant({1, 0.1f, 1, 1}, streaming);
   options.fluxion.resident = false;
+  options.fluxion.digests_in_dram = in_dram;
   const auto policy = Make(options);
   CHECK(policy->hint_queries() == int64_t{shape.layers} * shape.heads * shape.head_dim);
   CHECK(policy->last_rows_wanted(900) == 1);
@@ -231,7 +239,8 @@ void TestPredicted(const PolicyRig::Shape& shape) {
   for (const Anchor anchor : {Anchor::kComputed, Anchor::kHinted, Anchor::kNone}) {
     for (const bool streaming : {false, true}) {
       INFO("anchor " << static_cast<int>(anchor) << ", streaming " << streaming);
-      CheckPrediction(shape, anchor, streaming);
+      CheckPrediction(shape, anchor, streaming, /*in_dram=*/false);
+      CheckPrediction(shape, anchor, streaming, /*in_dram=*/true);
     }
   }
 }
