@@ -14,29 +14,29 @@
 namespace sluice {
 namespace {
 
-// A list is cut at multiples of about this many blocks: few against a worker's share, and enough
-// that a call of the kernel costs nothing.
-constexpr int64_t kPieceBlocks = 64;
+// A part has so many blocks at least: 64 KiB of digests of 128 elements in bf16, in some 15 us.
+constexpr int32_t kPartBlocks = 128;
+static_assert(sizeof(PartWords) == 2 * sizeof(int32_t));
 
 }  // namespace
 
 // One worker's share of a round, in memory of its own: it scores a copy of the request, with a copy
 // of the page numbers, and its scores lie here until they are given. So a late worker touches
-// nothing that belongs to another round by then. The functions Take... and Give are called while
-// the worker holds the round; the work between them is done without holding it.
+// nothing that belongs to another round by then. TakeLists, Claim and Give are called while the
+// worker holds the round; the work between them is done without holding it.
 class HostScores::Worker {
  public:
   explicit Worker(const Options& options)
       : options_(options),
         shape_(options.shape),
         group_(shape_.heads / shape_.kv_heads),
+        counts_(static_cast<size_t>(shape_.lists())),
         q_(static_cast<size_t>(shape_.heads) * static_cast<size_t>(shape_.head_dim)),
         levels_(static_cast<size_t>(shape_.kv_heads)),
         blocks_(static_cast<size_t>(shape_.heads)),
         scores_(static_cast<size_t>(shape_.heads * shape_.score_stride())) {
-    lists_.reserve(static_cast<size_t>(shape_.lists()));
+    lists_.reserve(counts_.size());
     groups_.reserve(static_cast<size_t>(shape_.rows));
-    items_.reserve(lists_.capacity());
     int64_t pages = 0;
     for (const kernels::LevelDigests& of_layer : options.digests) {
       const int32_t per_page = of_layer.of[0].rows_per_page;
@@ -45,95 +45,87 @@ class HostScores::Worker {
     pages_.resize(static_cast<size_t>(pages));
   }
 
-  // Blocks [begin, end) of a list, counted from the first that has a score: pieces [first, last) of
-  // `pieces`.
-  struct Item {
-    int32_t row = 0, slot = 0, position = 0;
-    int32_t kv_head = 0, level = 0;
-    int first = 0, last = 0, pieces = 1;
-    int64_t begin = 0, end = 0;
-  };
-  const std::vector<Item>& items() const { return items_; }
-
-  // Takes the worker's items; `bit` is the worker's among those of SlotWorkers::Servers. Returns
-  // whether the worker serves any row.
-  bool TakeItems(const Side& request, const SlotWorkers& workers, uint64_t bit) {
+  // Takes the lists of the rows that the worker serves, and plans with which parts it begins; `bit`
+  // is the worker's among those of SlotWorkers::Servers. Returns whether it serves any row.
+  bool TakeLists(const Side& request, const SlotWorkers& workers, uint64_t bit) {
     bool serves = false;
     lists_.clear();
-    items_.clear();
     groups_.clear();
     for (int32_t row = 0; row < *request.rows; ++row) {
       const int32_t slot = request.slots[row];
       const uint64_t servers = slot < 0 ? 0 : workers.Servers(slot);
       if ((servers & bit) == 0) continue;
       serves = true;
-      Group& group = GroupOf(servers);
       for (int32_t head = 0; head < shape_.kv_heads; ++head) {
-        const int64_t blocks = ScoredBlocks(request, row, head);
-        if (blocks == 0) continue;
-        lists_.push_back({row, head, servers, group.blocks, blocks});
-        group.blocks += blocks;
+        TakeList(request, row, head, servers);
       }
     }
-    for (const List& list : lists_) Divide(request, list, bit);
+    next_ = behind_ = searched_ = 0;
+    for (size_t i = 0; i < lists_.size(); ++i) {
+      if (Plan(bit, lists_[i])) behind_ = i;
+    }
     return serves;
   }
 
-  // Takes what an item's scores depend on but the digests.
-  void TakeRequest(const Side& request, int layer, const Item& item) {
-    const int64_t dim = shape_.head_dim, first_head = item.kv_head * group_;
-    const int64_t head = int64_t{item.row} * shape_.heads + first_head;
-    std::copy_n(request.q + head * dim, group_ * dim, q_.begin() + first_head * dim);
-    std::copy_n(request.blocks + head, group_, blocks_.begin() + first_head);
-    const kernels::PagedRows& rows = options_.digests[static_cast<size_t>(layer)].of[item.level];
-    const int64_t first = FirstRow(item);
-    const int64_t begin = (first + item.begin) / rows.rows_per_page;
-    const int64_t end = (first + item.end - 1) / rows.rows_per_page + 1;
-    SLUICE_CHECK(end <= std::ssize(pages_));
-    const int32_t* const table = rows.page_table + item.slot * rows.table_stride;
-    std::copy(table + begin, table + end, pages_.begin() + begin);
+  // Claims the next part, first of those planned and then of all that are left, and takes what its
+  // scores depend on but the digests. Returns false if nothing is left. What is left is looked for
+  // behind the worker's own share and in a circle, so that workers do not all look in one place.
+  bool Claim(const Side& request, int layer) {
+    for (; next_ < lists_.size(); ++next_) {
+      const List& list = lists_[next_];
+      if (ClaimOf(list, list.first, list.last, request, layer)) return true;
+    }
+    for (; searched_ < lists_.size(); ++searched_) {
+      const List& list = lists_[(behind_ + searched_) % lists_.size()];
+      if (ClaimOf(list, 0, list.parts, request, layer)) return true;
+    }
+    return false;
   }
+  // Returns the slot of the claimed part's sequence.
+  int slot() const { return list_.slot; }
 
-  void Compute(int layer, const Item& item) {
+  void Compute(int layer) {
     constexpr int32_t kFirst = 0;  // the copy is of one sequence, in slot 0
     std::fill(levels_.begin(), levels_.end(), -1);
-    levels_[static_cast<size_t>(item.kv_head)] = item.level;
+    levels_[static_cast<size_t>(list_.kv_head)] = list_.level;
     kernels::LevelScoresParams p{};
     p.q = q_.data();
     p.q_stride = int64_t{shape_.heads} * shape_.head_dim;
     p.slots = &kFirst;
-    p.positions = &item.position;
+    p.positions = &list_.position;
     p.digests = options_.digests[static_cast<size_t>(layer)];
-    p.digests.of[item.level].page_table = pages_.data();
+    p.digests.of[list_.level].page_table = pages_.data();
     p.levels = levels_.data();
     p.blocks = blocks_.data();
     p.scores = scores_.data();
     p.score_stride = shape_.score_stride();
     p.rows = 1;
     p.heads = shape_.heads;
-    for (int piece = item.first; piece < item.last; ++piece) {
-      options_.kernels->level_scores(p, {piece, item.pieces});
-    }
+    // The kernel cuts the one list that has a level as BlocksOf does.
+    options_.kernels->level_scores(p, {part_, list_.parts});
   }
 
-  void Give(const Side& answer, const Item& item) const {
-    const int64_t all = kernels::CpuBlocks(kernels::SegmentsOf(item.position), item.level);
-    const int64_t stride = shape_.score_stride(), at = FirstRow(item) + item.begin;
-    for (int64_t head = item.kv_head * group_; head < (item.kv_head + 1) * group_; ++head) {
+  void Give(const Side& answer) const {
+    const kernels::Range mine = BlocksOf(list_, part_);
+    const int64_t stride = shape_.score_stride(), at = FirstRow(list_) + mine.begin;
+    for (int64_t head = list_.kv_head * group_; head < (list_.kv_head + 1) * group_; ++head) {
       const int32_t selected = blocks_[static_cast<size_t>(head)];
-      if (selected <= 0 || selected >= all) continue;
-      std::copy_n(scores_.begin() + head * stride + at, item.end - item.begin,
-                  answer.scores + (int64_t{item.row} * shape_.heads + head) * stride + at);
+      if (selected <= 0 || selected >= list_.blocks) continue;
+      std::copy_n(scores_.begin() + head * stride + at, mine.end - mine.begin,
+                  answer.scores + (int64_t{list_.row} * shape_.heads + head) * stride + at);
     }
   }
 
  private:
-  // A list that has scores, and how many blocks the lists before it have that the same workers
-  // serve.
+  // A list that has scores.
   struct List {
     int32_t row, kv_head;
-    uint64_t servers;
-    int64_t before, blocks;
+    int32_t slot, position, level;
+    uint64_t servers;  // workers, as bits
+    int64_t before;    // blocks of the lists before it that the same workers serve
+    int32_t blocks;
+    int parts;
+    int first = 0, last = 0;  // the parts with which this worker begins
   };
   // Rows with the same servers. Nearly always all rows of a worker have the same; they differ only
   // after workers have died.
@@ -142,8 +134,15 @@ class HostScores::Worker {
     int64_t blocks;
   };
 
-  static int64_t FirstRow(const Item& item) {
-    return kernels::FirstBlock(kernels::SegmentsOf(item.position), item.level);
+  static int64_t FirstRow(const List& list) {
+    return kernels::FirstBlock(kernels::SegmentsOf(list.position), list.level);
+  }
+  // Returns the blocks of a part, counted from the list's first.
+  static kernels::Range BlocksOf(const List& list, int part) {
+    return kernels::Share(list.blocks, {part, list.parts});
+  }
+  PartBoard Board(const Side& request) const {
+    return {request.words, counts_.data(), kPartBlocks};
   }
 
   Group& GroupOf(uint64_t servers) {
@@ -153,49 +152,79 @@ class HostScores::Worker {
     return groups_.emplace_back(Group{servers, 0});
   }
 
-  // Returns the blocks of a list that have scores for some query head.
-  int64_t ScoredBlocks(const Side& request, int32_t row, int32_t kv_head) const {
-    const int32_t level = request.levels[int64_t{row} * shape_.kv_heads + kv_head];
-    if (level < 0) return 0;
-    const int32_t all = kernels::CpuBlocks(kernels::SegmentsOf(request.positions[row]), level);
-    const int32_t* const blocks = request.blocks + int64_t{row} * shape_.heads + kv_head * group_;
-    const bool scored =
-        std::any_of(blocks, blocks + group_, [all](int32_t n) { return n > 0 && n < all; });
-    return scored ? all : 0;
+  // Takes a list if it has scores for some query head.
+  void TakeList(const Side& request, int32_t row, int32_t kv_head, uint64_t servers) {
+    const int64_t index = int64_t{row} * shape_.kv_heads + kv_head;
+    const int32_t level = request.levels[index], position = request.positions[row];
+    if (level < 0) return;
+    const int32_t all = kernels::CpuBlocks(kernels::SegmentsOf(position), level);
+    const int32_t* const blocks = request.blocks + index * group_;
+    const auto is_scored = [all](int32_t n) { return n > 0 && n < all; };
+    if (!std::any_of(blocks, blocks + group_, is_scored)) return;
+    counts_[static_cast<size_t>(index)] = all;
+    Group& group = GroupOf(servers);
+    List& list = lists_.emplace_back(
+        List{row, kv_head, request.slots[row], position, level, servers, group.blocks, all, 1});
+    list.parts = Board(request).Parts(index);
+    group.blocks += all;
   }
 
-  // Adds the pieces of a list that begin in the worker's share of its group's blocks.
-  void Divide(const Side& request, const List& list, uint64_t bit) {
+  // Plans the parts of a list that begin in the worker's share of its group's blocks. Returns
+  // whether there are any.
+  bool Plan(uint64_t bit, List& list) {
     const int rank = std::popcount(list.servers & (bit - 1));
     const kernels::Range mine =
         kernels::Share(GroupOf(list.servers).blocks, {rank, std::popcount(list.servers)});
-    if (mine.end <= list.before || list.before + list.blocks <= mine.begin) return;
-    Item item{list.row, request.slots[list.row], request.positions[list.row], list.kv_head};
-    item.level = request.levels[int64_t{list.row} * shape_.kv_heads + list.kv_head];
-    item.pieces = static_cast<int>(kernels::CeilDiv(list.blocks, kPieceBlocks));
-    const auto begin = [&](int piece) {
-      return kernels::Share(list.blocks, {piece, item.pieces}).begin;
-    };
-    while (item.first < item.pieces && list.before + begin(item.first) < mine.begin) ++item.first;
-    item.last = item.first;
-    while (item.last < item.pieces && list.before + begin(item.last) < mine.end) ++item.last;
-    item.begin = begin(item.first);
-    item.end = begin(item.last);
-    if (item.first < item.last) items_.push_back(item);
+    if (list.before + list.blocks <= mine.begin || list.before >= mine.end) return false;
+    const auto begin = [&](int part) { return list.before + BlocksOf(list, part).begin; };
+    while (list.first < list.parts && begin(list.first) < mine.begin) ++list.first;
+    list.last = list.first;
+    while (list.last < list.parts && begin(list.last) < mine.end) ++list.last;
+    return list.first < list.last;
+  }
+
+  bool ClaimOf(const List& list, int begin, int end, const Side& request, int layer) {
+    if (begin == end) return false;
+    const int64_t index = int64_t{list.row} * shape_.kv_heads + list.kv_head;
+    part_ = Board(request).Claim(index, begin, end);
+    if (part_ < 0) return false;
+    list_ = list;
+    const int64_t dim = shape_.head_dim, first_head = list.kv_head * group_;
+    std::copy_n(request.q + index * group_ * dim, group_ * dim, q_.begin() + first_head * dim);
+    std::copy_n(request.blocks + index * group_, group_, blocks_.begin() + first_head);
+    TakePages(layer);
+    return true;
+  }
+
+  // Takes the numbers of the pages that have the part's digests.
+  void TakePages(int layer) {
+    const kernels::PagedRows& rows = options_.digests[static_cast<size_t>(layer)].of[list_.level];
+    const kernels::Range mine = BlocksOf(list_, part_);
+    const int64_t first = FirstRow(list_);
+    const int64_t begin = (first + mine.begin) / rows.rows_per_page;
+    const int64_t end = (first + mine.end - 1) / rows.rows_per_page + 1;
+    SLUICE_CHECK(end <= std::ssize(pages_));
+    const int32_t* const table = rows.page_table + list_.slot * rows.table_stride;
+    std::copy(table + begin, table + end, pages_.begin() + begin);
   }
 
   const Options& options_;
   const FluxionShape& shape_;
-  const int64_t group_;  // query heads per KV head
+  const int64_t group_;          // query heads per KV head
+  std::vector<int32_t> counts_;  // [lists] blocks; only those of lists_ are valid
   std::vector<List> lists_;
   std::vector<Group> groups_;
-  std::vector<Item> items_;
-  // Arrays of one row, as in LevelScoresParams.
+  size_t next_ = 0;      // list from which on the worker's own parts may be unclaimed
+  size_t behind_ = 0;    // list at which its own parts end
+  size_t searched_ = 0;  // lists from there on, in a circle, of which nothing is left
+  // The claimed part. The arrays are those of one row, as in LevelScoresParams.
+  List list_{};
+  int part_ = 0;
   std::vector<float> q_;         // [heads][head_dim]
   std::vector<int32_t> levels_;  // [kv_heads]
   std::vector<int32_t> blocks_;  // [heads]
   std::vector<float> scores_;    // [heads][score_stride]
-  std::vector<int32_t> pages_;   // by page of an array; only the item's are valid
+  std::vector<int32_t> pages_;   // by page of an array; only the part's are valid
 };
 
 HostScores::HostScores(const Options& options) : options_(options) {
@@ -220,20 +249,22 @@ absl::Status HostScores::Allocate() {
   const FluxionShape& shape = options_.shape;
   const BufferAllocator allocator(options_.device, "scores by CPU workers");
   const int64_t rows = shape.rows, values = rows * shape.heads;
-  const int64_t words = 1 + 2 * rows + shape.lists() + values + (rows + 1);
-  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, words, &words_));
+  const int64_t words = head_words() + 2 * rows + shape.lists() + values;
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, (rows + 1) * head_words(), &heads_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, words, &request_));
   SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, values * shape.head_dim, &q_));
   SLUICE_RETURN_IF_ERROR(
       allocator.Words(MemoryKind::kPinned, values * shape.score_stride(), &scores_));
-  side_.rows = words_.as<int32_t>();
-  side_.slots = side_.rows + 1;
+  std::fill_n(heads_.as<int32_t>(), (rows + 1) * head_words(), 0);
+  for (int32_t i = 0; i <= rows; ++i) heads_.as<int32_t>()[i * head_words()] = i;
+  side_.rows = request_.as<int32_t>();
+  side_.words = reinterpret_cast<PartWords*>(side_.rows + 1);
+  side_.slots = side_.rows + head_words();
   side_.positions = side_.slots + rows;
   side_.levels = side_.positions + rows;
   side_.blocks = side_.levels + shape.lists();
   side_.q = q_.as<float>();
   side_.scores = scores_.as<float>();
-  counts_ = side_.blocks + values;
-  for (int32_t i = 0; i <= rows; ++i) counts_[i] = i;
   return absl::OkStatus();
 }
 
@@ -261,7 +292,7 @@ const float* HostScores::Score(Stream& stream, int layer, const Queries& queries
   const int64_t rows = queries.rows;
   piece(queries.q, queries.stride * kWord, side_.q, queries.rows,
         int64_t{shape.heads} * shape.head_dim);
-  piece(counts_ + rows, 0, side_.rows, 1, 1);
+  piece(heads_.as<int32_t>() + rows * head_words(), 0, side_.rows, 1, head_words());
   piece(queries.slots, 0, side_.slots, 1, rows);
   piece(queries.positions, 0, side_.positions, 1, rows);
   piece(levels, 0, side_.levels, 1, rows * shape.kv_heads);
@@ -274,25 +305,27 @@ const float* HostScores::Score(Stream& stream, int layer, const Queries& queries
 
 absl::StatusOr<bool> HostScores::Share(int worker, int layer) {
   Worker& share = *shares_[static_cast<size_t>(worker)];
+  const absl::Cleanup rest = [this, worker] { workers_->SetReading(worker, -1); };
+  const auto claim = [&] {
+    if (!share.Claim(side_, layer)) return false;
+    // Stored while the step still waits, so that whoever sees the step done sees this too.
+    workers_->SetReading(worker, share.slot());
+    return true;
+  };
+  bool more = false;
   {
     const SlotWorkers::Held held(*workers_, worker);
     if (!held) return false;
-    if (!share.TakeItems(side_, *workers_, uint64_t{1} << worker)) return false;
+    if (!share.TakeLists(side_, *workers_, uint64_t{1} << worker)) return false;
+    more = claim();
   }
   SLUICE_RETURN_IF_ERROR(SlotWorkers::InjectedFault());
-  const absl::Cleanup rest = [this, worker] { workers_->SetReading(worker, -1); };
-  for (const Worker::Item& item : share.items()) {
-    {
-      const SlotWorkers::Held held(*workers_, worker);
-      if (!held) return true;
-      // Stored while the step still waits, so that whoever sees the step done sees this too.
-      workers_->SetReading(worker, item.slot);
-      share.TakeRequest(side_, layer, item);
-    }
-    share.Compute(layer, item);
+  while (more) {
+    share.Compute(layer);
     const SlotWorkers::Held held(*workers_, worker);
     if (!held) return true;
-    share.Give(side_, item);
+    share.Give(side_);
+    more = claim();
   }
   return true;
 }

@@ -3,9 +3,11 @@
 //
 // A round of a layer: Score posts the rows' queries and what PlanRetrieval chose for them to pinned
 // memory, in one launch, and raises the request. The workers of a sequence's group divide the
-// blocks of its lists evenly, since digests have the same bytes at every level; a list is cut
-// wherever a share ends, because a block's score stands alone. A digest is read once for all query
-// heads of its KV head. Rounds follow one another, so that one request and one answer suffice.
+// blocks of its lists evenly, since digests have the same bytes at every level: a list is cut into
+// parts, and workers claim parts, each first those of its own share and then any that are left
+// (src/attention/offload/part_board.h). A block's score stands alone, so that no bit depends on who
+// computed it. A digest is read once for all query heads of its KV head. Rounds follow one another,
+// so that one request and one answer suffice.
 //
 // The answer stays in pinned memory. SelectUnion reads each score once, and a copy to the device
 // would read the same bytes over the link. (A row of more than 327,680 tokens in blocks of 16 is
@@ -20,6 +22,7 @@
 #include "kernels/fluxion_params.h"
 #include "kernels/kernel_table.h"
 #include "src/attention/kv_attention.h"
+#include "src/attention/offload/part_board.h"
 #include "src/attention/offload/slot_workers.h"
 #include "src/attention/policies/fluxion/fluxion_options.h"
 #include "src/device/device.h"
@@ -60,6 +63,7 @@ class HostScores {
   // One request and its answer, in pinned memory.
   struct Side {
     int32_t* rows = nullptr;       // [1]
+    PartWords* words = nullptr;    // [lists]; the state of the workers, 0 when a round begins
     int32_t* slots = nullptr;      // [rows]
     int32_t* positions = nullptr;  // [rows]
     int32_t* levels = nullptr;     // [lists]
@@ -71,10 +75,13 @@ class HostScores {
 
   explicit HostScores(const Options& options);
   absl::Status Allocate();
+  int64_t head_words() const { return 1 + 2 * options_.shape.lists(); }
 
   const Options options_;
-  Buffer words_, q_, scores_;
-  int32_t* counts_ = nullptr;  // [rows + 1] 0, 1, ...: a stream copies its row count from here
+  // int32 [rows + 1][head_words()]: how a request of so many rows begins, namely their number and
+  // the lists' words. A stream copies it from here.
+  Buffer heads_;
+  Buffer request_, q_, scores_;
   Side side_;
   SlotWorkers* workers_ = nullptr;
   int first_channel_ = 0;

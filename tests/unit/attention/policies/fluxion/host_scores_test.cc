@@ -22,7 +22,7 @@ namespace {
 
 using kernels::KernelTable;
 
-constexpr int kLayers = 2, kSlots = 5, kRows = 6, kMaxContext = 3000;
+constexpr int kLayers = 2, kSlots = 5, kRows = 6, kMaxContext = 9000;
 constexpr int kHeadDim = 16, kRowsPerPage = 8;  // rows of level 0
 constexpr uint32_t kPoison = 0x7FC0FFEE;        // no score has these bits
 
