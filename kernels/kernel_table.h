@@ -67,6 +67,9 @@ struct KernelTable {
   void (*anchor_statistics)(const AnchorStatisticsParams&, Worker);
   void (*predict_budgets)(const PredictBudgetsParams&, Worker);
   void (*plan_retrieval)(const PlanRetrievalParams&, Worker);
+  // The blocks of all lists that have scores are counted through, and of all n of them worker i of
+  // w computes those from n * i / w on and before n * (i + 1) / w, so that a caller with one list
+  // can ask for a part of it.
   void (*level_scores)(const LevelScoresParams&, Worker);
   void (*select_union)(const SelectUnionParams&, Worker);
   void (*segment_lists)(const SegmentListsParams&, Worker);

@@ -37,6 +37,44 @@ double Bound(const float* q, const void* digest, DType type, int64_t dim) {
   return sum;
 }
 
+// A list of LevelScores, of whose blocks `scored` have scores: all or none.
+struct ScoredList {
+  ScoredList(const LevelScoresParams& p, int64_t list)
+      : row(list / p.digests.of[0].kv_heads),
+        kv_head(list % p.digests.of[0].kv_heads),
+        group(p.heads / p.digests.of[0].kv_heads),
+        level(p.levels[list]) {
+    if (p.slots[row] < 0 || level < 0) return;
+    const FluxionSegments segments = SegmentsOf(p.positions[row]);
+    first = FirstBlock(segments, level);
+    all = CpuBlocks(segments, level);
+    for (int64_t h = 0; h < group; ++h) {
+      if (Wants(p, kv_head * group + h)) scored = all;
+    }
+  }
+  bool Wants(const LevelScoresParams& p, int64_t head) const {
+    const int32_t selected = p.blocks[row * p.heads + head];
+    return selected > 0 && selected < all;
+  }
+
+  int64_t row, kv_head, group;
+  int32_t level;
+  int64_t first = 0, all = 0, scored = 0;
+};
+
+// Writes the scores of one block for the heads that want some.
+void ScoreBlock(const LevelScoresParams& p, const ScoredList& list, int64_t block) {
+  const PagedRows& digests = p.digests.of[list.level];
+  const int64_t dim = digests.dim / 2;
+  const char* const digest = static_cast<const char*>(digests.base) +
+                             RowOffset(digests, p.slots[list.row], block, list.kv_head);
+  for (int64_t h = list.kv_head * list.group; h < (list.kv_head + 1) * list.group; ++h) {
+    if (!list.Wants(p, h)) continue;
+    p.scores[(list.row * p.heads + h) * p.score_stride + block] =
+        static_cast<float>(Bound(p.q + list.row * p.q_stride + h * dim, digest, digests.type, dim));
+  }
+}
+
 }  // namespace
 
 void LevelDigests(const LevelDigestsParams& p, Worker worker) {
@@ -62,23 +100,15 @@ void LevelDigests(const LevelDigestsParams& p, Worker worker) {
 }
 
 void LevelScores(const LevelScoresParams& p, Worker worker) {
-  const Range mine = Share(int64_t{p.rows} * p.heads, worker);
-  for (int64_t item = mine.begin; item < mine.end; ++item) {
-    const int64_t r = item / p.heads, h = item % p.heads, slot = p.slots[r];
-    if (slot < 0) continue;
-    const int64_t kv_heads = p.digests.of[0].kv_heads, kv_head = h / (p.heads / kv_heads);
-    const int32_t level = p.levels[r * kv_heads + kv_head];
-    if (level < 0) continue;
-    const FluxionSegments segments = SegmentsOf(p.positions[r]);
-    const int32_t selected = p.blocks[item];
-    if (selected <= 0 || selected >= CpuBlocks(segments, level)) continue;
-    const PagedRows& digests = p.digests.of[level];
-    const int64_t dim = digests.dim / 2;
-    for (int64_t b = FirstBlock(segments, level); b < EndBlock(segments, level); ++b) {
-      const char* digest =
-          static_cast<const char*>(digests.base) + RowOffset(digests, slot, b, kv_head);
-      p.scores[item * p.score_stride + b] =
-          static_cast<float>(Bound(p.q + r * p.q_stride + h * dim, digest, digests.type, dim));
+  const int64_t lists = int64_t{p.rows} * p.digests.of[0].kv_heads;
+  int64_t total = 0;
+  for (int64_t list = 0; list < lists; ++list) total += ScoredList(p, list).scored;
+  const Range mine = Share(total, worker);
+  int64_t number = 0;
+  for (int64_t list = 0; list < lists; ++list) {
+    const ScoredList of(p, list);
+    for (int64_t i = 0; i < of.scored; ++i, ++number) {
+      if (number >= mine.begin && number < mine.end) ScoreBlock(p, of, of.first + i);
     }
   }
 }

@@ -6,7 +6,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "kernels/scalar.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
@@ -101,12 +100,11 @@ class HostScores::Worker {
     p.score_stride = shape_.score_stride();
     p.rows = 1;
     p.heads = shape_.heads;
-    // The kernel cuts the one list that has a level as BlocksOf does.
     options_.kernels->level_scores(p, {part_, list_.parts});
   }
 
   void Give(const Side& answer) const {
-    const kernels::Range mine = BlocksOf(list_, part_);
+    const Blocks mine = BlocksOf(list_, part_);
     const int64_t stride = shape_.score_stride(), at = FirstRow(list_) + mine.begin;
     for (int64_t head = list_.kv_head * group_; head < (list_.kv_head + 1) * group_; ++head) {
       const int32_t selected = blocks_[static_cast<size_t>(head)];
@@ -137,9 +135,17 @@ class HostScores::Worker {
   static int64_t FirstRow(const List& list) {
     return kernels::FirstBlock(kernels::SegmentsOf(list.position), list.level);
   }
-  // Returns the blocks of a part, counted from the list's first.
-  static kernels::Range BlocksOf(const List& list, int part) {
-    return kernels::Share(list.blocks, {part, list.parts});
+  struct Blocks {
+    int64_t begin, end;
+  };
+  // Returns the i-th of n equal shares.
+  static Blocks Share(int64_t blocks, int i, int n) {
+    return {blocks * i / n, blocks * (i + 1) / n};
+  }
+  // Returns the blocks of a part, counted from the list's first: those that the kernel computes as
+  // worker `part` of list.parts.
+  static Blocks BlocksOf(const List& list, int part) {
+    return Share(list.blocks, part, list.parts);
   }
   PartBoard Board(const Side& request) const {
     return {request.words, counts_.data(), kPartBlocks};
@@ -173,8 +179,7 @@ class HostScores::Worker {
   // whether there are any.
   bool Plan(uint64_t bit, List& list) {
     const int rank = std::popcount(list.servers & (bit - 1));
-    const kernels::Range mine =
-        kernels::Share(GroupOf(list.servers).blocks, {rank, std::popcount(list.servers)});
+    const Blocks mine = Share(GroupOf(list.servers).blocks, rank, std::popcount(list.servers));
     if (list.before + list.blocks <= mine.begin || list.before >= mine.end) return false;
     const auto begin = [&](int part) { return list.before + BlocksOf(list, part).begin; };
     while (list.first < list.parts && begin(list.first) < mine.begin) ++list.first;
@@ -199,7 +204,7 @@ class HostScores::Worker {
   // Takes the numbers of the pages that have the part's digests.
   void TakePages(int layer) {
     const kernels::PagedRows& rows = options_.digests[static_cast<size_t>(layer)].of[list_.level];
-    const kernels::Range mine = BlocksOf(list_, part_);
+    const Blocks mine = BlocksOf(list_, part_);
     const int64_t first = FirstRow(list_);
     const int64_t begin = (first + mine.begin) / rows.rows_per_page;
     const int64_t end = (first + mine.end - 1) / rows.rows_per_page + 1;
