@@ -11,15 +11,18 @@
 
 namespace sluice::kernels {
 
-// Digests of the blocks of every level (DigestParams says what a digest is): row b of `of[level]`
-// describes block b. dim = 2 * head_dim, of the cache's type.
+// Digests of the blocks of every level: row b of `of[level]` has the mean of each element of the
+// block's keys [head_dim], then the variance of each [head_dim], over the block's tokens that are
+// not in the sink. The variance is that of the population. dim = 2 * head_dim, of the cache's type.
 struct LevelDigests {
   PagedRows of[kFluxionLevels];
 };
 
 // Computes the digests of every level for each *chunk*, which is a block of the largest level,
-// whose last token is in [first_positions[r], positions[r]]. Tokens of the sink are left out; a
-// block that has no others is not written.
+// whose last token is in [first_positions[r], positions[r]]. A block that lies in the sink is not
+// written. Means and variances are those of float64 within what float32 sums differ by, and then
+// rounded to the digests' type; a variance is never negative. The digest of a block with a key that
+// is not finite is unspecified.
 struct LevelDigestsParams {
   PagedCache cache;  // may be a ring, as in DigestParams
   LevelDigests digests;
@@ -55,8 +58,8 @@ inline constexpr int32_t kAnchorKvNumbers = 12;
 inline constexpr int32_t kAnchorHeadNumbers = 15;
 
 // Computes the statistics of anchors at positions[r]. The budget of a query head at a level is
-// found like this. Blocks of the cpu segment are taken in descending order of their digests' bounds
-// (the score of LevelScores), lower blocks first among equals. The error of a prefix of that order
+// found like this. Blocks of the cpu segment are taken in descending order of their scores (those
+// of LevelScores), lower blocks first among equals. The error of a prefix of that order
 // is |o' - o|, where o is the head's attention over all tokens, and o' that over the default set
 // and the prefix. The budget is the share of the cpu segment in the shortest prefix from which on
 // every longer one has an error of at most tau times the largest |o| of the layer's query heads; a
@@ -163,10 +166,15 @@ struct PlanRetrievalParams {
   int32_t first_level;
 };
 
-// Computes scores[row * heads + h][b] = sum_d max(q_d largest_d, q_d smallest_d) for the blocks b
-// of the row's cpu segment at the list's level: Quest's bound of q k over the block. A head that
-// selects no block or all of them has no scores, and nothing is written for it. Scores by digests
-// that are not finite are unspecified.
+// The score of a block is this many standard deviations above its mean: about the q k of its best
+// key. Quest's bound by the least and the largest of each element, which Fluxion publishes, is far
+// above any key's q k, and loses facts (src/attention/policies/fluxion/README.md).
+inline constexpr float kFluxionDeviations = 2;
+
+// Computes scores[row * heads + h][b] = sum_d q_d mean_d + kFluxionDeviations * sqrt(sum_d q_d^2
+// variance_d) for the blocks b of the row's cpu segment at the list's level. A head that selects no
+// block or all of them has no scores, and nothing is written for it. Scores by digests that are not
+// finite, or that have a negative variance, are unspecified.
 struct LevelScoresParams {
   const float* q;  // [rows][q_stride], heads * head_dim used, after RoPE
   int64_t q_stride;
