@@ -196,21 +196,23 @@ inline void MeasureOutputs(const AnchorStatisticsParams& p, int64_t row, int64_t
 inline double AnchorElement(float v) { return double{v}; }
 inline double AnchorElement(uint16_t v) { return double{Bf16ToFloat(v)}; }
 
-// Returns the bound of a block. It is rounded to float32, as the scores of LevelScores are.
+// Returns the score of a block. It is rounded to float32, as the scores of LevelScores are.
 template <typename T>
-float AnchorBound(const float* q, const T* digest, int64_t dim) {
-  double sums[4] = {};
+float AnchorScore(const float* q, const T* digest, int64_t dim) {
+  double means[4] = {}, variances[4] = {};
   for (int64_t d = 0; d < dim; ++d) {
-    const double least = double{q[d]} * AnchorElement(digest[d]);
-    const double most = double{q[d]} * AnchorElement(digest[dim + d]);
-    sums[d % 4] += least > most ? least : most;
+    const double x = double{q[d]};
+    means[d % 4] += x * AnchorElement(digest[d]);
+    variances[d % 4] += x * x * AnchorElement(digest[dim + d]);
   }
-  return static_cast<float>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  const double variance = (variances[0] + variances[1]) + (variances[2] + variances[3]);
+  const double above = double{kFluxionDeviations} * __builtin_sqrt(variance > 0 ? variance : 0);
+  return static_cast<float>((means[0] + means[1]) + (means[2] + means[3]) + above);
 }
 
-// Returns an integer that is less for a larger bound, and for a lower block among equals.
-inline uint64_t AnchorKey(float bound, int64_t block) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, bound + 0.0f);  // both zeros are equal
+// Returns an integer that is less for a larger score, and for a lower block among equals.
+inline uint64_t AnchorKey(float score, int64_t block) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, score + 0.0f);  // both zeros are equal
   const uint32_t rising = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
   return uint64_t{~rising} << 32 | static_cast<uint64_t>(block);
 }
@@ -281,7 +283,7 @@ void FindBudgets(const AnchorStatisticsParams& p, int64_t row, int64_t head, dou
     for (int64_t b = 0; b < blocks; ++b) {
       const char* const digest =
           static_cast<const char*>(digests.base) + RowOffset(digests, slot, first + b, kv_head);
-      order[b] = AnchorKey(AnchorBound(q, reinterpret_cast<const T*>(digest), dim), first + b);
+      order[b] = AnchorKey(AnchorScore(q, reinterpret_cast<const T*>(digest), dim), first + b);
     }
     SortKeys(order, blocks);
     AnchorPart prefix = of_default;

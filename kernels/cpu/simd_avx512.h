@@ -26,6 +26,7 @@ struct Avx512 {
   static F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F Div(F a, F b) { return _mm512_div_ps(a, b); }
   static F Fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F Sqrt(F x) { return _mm512_sqrt_ps(x); }
   static F Max(F a, F b) { return _mm512_max_ps(a, b); }
   static F Min(F a, F b) { return _mm512_min_ps(a, b); }
   static F ZeroBelow(F x, float limit, F y) {

@@ -1,4 +1,4 @@
-// Digests of blocks at Fluxion's four levels, and the bounds of blocks by them, for any path (`S`:
+// Digests of blocks at Fluxion's four levels, and the scores of blocks by them, for any path (`S`:
 // see simd_math.h).
 #pragma once
 
@@ -10,69 +10,64 @@ namespace {
 inline constexpr int64_t kUnitTokens = LevelTokens(0);
 inline constexpr int64_t kChunkUnits = kFluxionLargestBlock / kUnitTokens;
 
-// Holds the digests of a chunk's blocks of one level: [smallest, largest] for each, as floats.
+// Holds the digests of a chunk's blocks of one level: [means, variances] for each, as floats.
 struct ChunkDigests {
   alignas(64) float of[kChunkUnits][2 * kMaxHeadDim];
 };
 
-// Takes kVectors columns of `tokens` rows of [dim] into a digest. NaNs do not count: Min and Max
-// return their second operand where one is NaN, and so the kept value is second.
+// Makes kVectors columns of the digest of a unit, whose keys are given. Sums are those of the keys'
+// differences from the first one, and so an element whose mean is far above its deviation loses
+// nothing. Of 16 numbers none lies further from the mean than sqrt(15) deviations: the mean square
+// of the differences is at most 16 times the variance, and no more than 4 bits cancel.
 template <class S, int kVectors, typename T>
-inline void TakeColumns(const T* keys, int64_t tokens, int64_t dim, float* digest) {
-  typename S::F least[kVectors], largest[kVectors];
+inline void DigestColumns(const T* const* keys, int64_t column, int64_t dim, float* digest) {
+  using F = typename S::F;
+  constexpr float kShare = 1.0f / kUnitTokens;
+  F first[kVectors], sums[kVectors], squares[kVectors];
   for (int v = 0; v < kVectors; ++v) {
-    least[v] = S::Load(digest + v * S::kWidth);
-    largest[v] = S::Load(digest + dim + v * S::kWidth);
+    first[v] = LoadElements<S>(keys[0] + column + v * S::kWidth);
+    sums[v] = squares[v] = S::Set1(0.0f);
   }
-  for (int64_t t = 0; t < tokens; ++t) {
+  for (int64_t t = 1; t < kUnitTokens; ++t) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const typename S::F key = LoadElements<S>(keys + t * dim + v * S::kWidth);
-      least[v] = S::Min(key, least[v]);
-      largest[v] = S::Max(key, largest[v]);
+      const F off = S::Sub(LoadElements<S>(keys[t] + column + v * S::kWidth), first[v]);
+      sums[v] = S::Add(sums[v], off);
+      squares[v] = S::Fma(off, off, squares[v]);
     }
   }
   for (int v = 0; v < kVectors; ++v) {
-    S::Store(digest + v * S::kWidth, least[v]);
-    S::Store(digest + dim + v * S::kWidth, largest[v]);
+    const F off = S::Mul(sums[v], S::Set1(kShare));
+    const F variance = S::Mul(S::Sub(squares[v], S::Mul(off, sums[v])), S::Set1(kShare));
+    S::Store(digest + column + v * S::kWidth, S::Add(first[v], off));
+    S::Store(digest + dim + column + v * S::kWidth, S::Max(variance, S::Set1(0.0f)));
   }
-}
-
-template <class S, typename T>
-void TakeKeys(const T* keys, int64_t tokens, int64_t dim, float* digest) {
-  int64_t d = 0;
-  for (; d + 4 * S::kWidth <= dim; d += 4 * S::kWidth) {
-    TakeColumns<S, 4>(keys + d, tokens, dim, digest + d);
-  }
-  for (; d < dim; d += S::kWidth) TakeColumns<S, 1>(keys + d, tokens, dim, digest + d);
 }
 
 // Makes the digest of the 16 tokens from `begin` on. They may lie in several blocks of the cache.
-template <class S>
+template <class S, typename T>
 void DigestUnit(const PagedCache& c, int64_t slot, int64_t head, int64_t begin, float* digest) {
-  const int64_t dim = c.head_dim, end = begin + kUnitTokens;
-  for (int64_t d = 0; d < dim; ++d) {
-    digest[d] = -kNegativeInfinity;
-    digest[dim + d] = kNegativeInfinity;
+  const int64_t dim = c.head_dim;
+  const T* keys[kUnitTokens];
+  for (int64_t t = 0; t < kUnitTokens; ++t) {
+    keys[t] = static_cast<const T*>(c.base) + KeyIndex(c, slot, begin + t, head);
   }
-  for (int64_t t = begin; t < end;) {
-    const int64_t next = Min(end, (t / c.block_tokens + 1) * c.block_tokens);
-    const int64_t keys = KeyIndex(c, slot, t, head);
-    if (c.type == DType::kFloat32) {
-      TakeKeys<S>(static_cast<const float*>(c.base) + keys, next - t, dim, digest);
-    } else {
-      TakeKeys<S>(static_cast<const uint16_t*>(c.base) + keys, next - t, dim, digest);
-    }
-    t = next;
-  }
+  int64_t d = 0;
+  for (; d + 4 * S::kWidth <= dim; d += 4 * S::kWidth) DigestColumns<S, 4>(keys, d, dim, digest);
+  for (; d < dim; d += S::kWidth) DigestColumns<S, 1>(keys, d, dim, digest);
 }
 
 // Makes the digest of two neighbouring blocks. `out` may be `a`.
 template <class S>
 void JoinDigests(const float* a, const float* b, int64_t dim, float* out) {
+  using F = typename S::F;
+  const F half = S::Set1(0.5f);
   for (int64_t d = 0; d < dim; d += S::kWidth) {
-    S::Store(out + d, S::Min(S::Load(b + d), S::Load(a + d)));
-    S::Store(out + dim + d, S::Max(S::Load(b + dim + d), S::Load(a + dim + d)));
+    const F of_a = S::Load(a + d), of_b = S::Load(b + d);
+    const F within = S::Mul(half, S::Add(S::Load(a + dim + d), S::Load(b + dim + d)));
+    const F off = S::Mul(half, S::Sub(of_a, of_b));
+    S::Store(out + d, S::Mul(half, S::Add(of_a, of_b)));
+    S::Store(out + dim + d, S::Fma(off, off, within));
   }
 }
 
@@ -85,7 +80,12 @@ void DigestChunk(const LevelDigestsParams& p, int64_t row, int64_t chunk, int64_
   int64_t first = Max(SegmentsOf(p.positions[row]).sink / kUnitTokens - chunk * kChunkUnits, 0);
   ChunkDigests digests;
   for (int64_t i = first; i < kChunkUnits; ++i) {
-    DigestUnit<S>(c, slot, head, (chunk * kChunkUnits + i) * kUnitTokens, digests.of[i]);
+    const int64_t begin = (chunk * kChunkUnits + i) * kUnitTokens;
+    if (c.type == DType::kFloat32) {
+      DigestUnit<S, float>(c, slot, head, begin, digests.of[i]);
+    } else {
+      DigestUnit<S, uint16_t>(c, slot, head, begin, digests.of[i]);
+    }
   }
   for (int level = 0; level < kFluxionLevels; ++level) {
     const int64_t count = kChunkUnits >> level;
@@ -133,9 +133,8 @@ void LevelDigests(const LevelDigestsParams& p, Worker worker) {
   }
 }
 
-// The query heads of one list that have scores, up to kScoreHeads at a time. A bound is one dot
-// product: of [smallest, largest], as the digest has them, with the query's negative elements, then
-// its positive ones.
+// The query heads of one list that have scores, up to kScoreHeads at a time: for each the query,
+// which a digest's means are multiplied with, then its squares, for the variances.
 struct LevelQueries {
   int64_t count = 0;          // heads taken
   int64_t item[kScoreHeads];  // row * heads + h
@@ -151,8 +150,8 @@ struct LevelQueries {
       const float* q = p.q + row * p.q_stride + h * dim;
       float* const out = of + count * 2 * dim;
       for (int64_t d = 0; d < dim; ++d) {
-        out[d] = q[d] < 0 ? q[d] : 0.0f;
-        out[dim + d] = q[d] < 0 ? 0.0f : q[d];
+        out[d] = q[d];
+        out[dim + d] = q[d] * q[d];
       }
       item[count++] = row * p.heads + h;
     }
@@ -160,15 +159,26 @@ struct LevelQueries {
   }
 };
 
+// Writes the scores of a head's `count` blocks from the dot products of their means and variances,
+// which are changed.
+template <class S>
+void PutScores(float* means, const float* variances, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += S::kWidth) {
+    const typename S::F variance = S::Max(S::Load(variances + i), S::Set1(0.0f));
+    S::Store(means + i, S::Fma(S::Set1(kFluxionDeviations), S::Sqrt(variance), S::Load(means + i)));
+  }
+  for (int64_t i = 0; i < count; ++i) out[i] = means[i];
+}
+
 // Writes the scores of blocks [begin, end) of a list for the heads taken.
 template <class S>
 void ScoreBlocks(const LevelScoresParams& p, const PagedRows& digests, int64_t slot,
                  int64_t kv_head, const LevelQueries& queries, int64_t begin, int64_t end) {
-  const int64_t bytes = digests.dim * SizeOf(digests.type);
+  const int64_t dim = digests.dim / 2, bytes = digests.dim * SizeOf(digests.type);
   const auto row_at = [&](int64_t block) {
     return static_cast<const char*>(digests.base) + RowOffset(digests, slot, block, kv_head);
   };
-  UnitScores tile;
+  UnitScores means = {}, variances = {};
   for (int64_t first = begin; first < end; first += kScoreUnits) {
     const int64_t count = Min(kScoreUnits, end - first);
     for (int64_t i = 0; i < count; ++i) {
@@ -178,12 +188,15 @@ void ScoreBlocks(const LevelScoresParams& p, const PagedRows& digests, int64_t s
         const char* const ahead = row_at(first + i + kAhead);
         for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(ahead + b);
       }
-      DotRow<S>(queries.of, queries.count, digests.dim, row_at(first + i), digests.type,
-                digests.dim, &tile.scores[0][i], kScoreUnits);
+      const char* const row = row_at(first + i);
+      DotRow<S>(queries.of, queries.count, digests.dim, row, digests.type, dim, &means.scores[0][i],
+                kScoreUnits);
+      DotRow<S>(queries.of + dim, queries.count, digests.dim, row + bytes / 2, digests.type, dim,
+                &variances.scores[0][i], kScoreUnits);
     }
     for (int64_t h = 0; h < queries.count; ++h) {
-      float* const out = p.scores + queries.item[h] * p.score_stride + first;
-      for (int64_t i = 0; i < count; ++i) out[i] = tile.scores[h][i];
+      PutScores<S>(means.scores[h], variances.scores[h], count,
+                   p.scores + queries.item[h] * p.score_stride + first);
     }
   }
 }

@@ -1,6 +1,6 @@
 // exp() on vectors, for any path. A path is a type `S`, in an anonymous namespace of its own file:
 //   F                      a vector of kWidth floats
-//   Load, Store, Set1, Add, Sub, Mul, Div, Fma(a, b, c) = a * b + c
+//   Load, Store, Set1, Add, Sub, Mul, Div, Sqrt, Fma(a, b, c) = a * b + c
 //   Max, Min (a, b)        b where either is NaN, as the x86 instructions do
 //   ZeroBelow(x, limit, y) y, but 0 where x < limit
 //   Round(x)               to the nearest integer, for |x| < 2^22

@@ -40,6 +40,7 @@ struct Avx2 {
   static F Mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F Div(F a, F b) { return _mm256_div_ps(a, b); }
   static F Fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F Sqrt(F x) { return _mm256_sqrt_ps(x); }
   static F Max(F a, F b) { return _mm256_max_ps(a, b); }
   static F Min(F a, F b) { return _mm256_min_ps(a, b); }
   static F ZeroBelow(F x, float limit, F y) {

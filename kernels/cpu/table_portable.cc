@@ -38,6 +38,10 @@ struct Portable {
   static F Mul(F a, F b) { return a * b; }
   static F Div(F a, F b) { return a / b; }
   static F Fma(F a, F b, F c) { return a * b + c; }
+  static F Sqrt(F x) {
+    return F{__builtin_sqrtf(x[0]), __builtin_sqrtf(x[1]), __builtin_sqrtf(x[2]),
+             __builtin_sqrtf(x[3])};
+  }
   static F Max(F a, F b) { return a > b ? a : b; }
   static F Min(F a, F b) { return a < b ? a : b; }
   static F ZeroBelow(F x, float limit, F y) { return x < Set1(limit) ? Set1(0.0f) : y; }

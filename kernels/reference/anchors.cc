@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "kernels/reference/block_score.h"
 #include "kernels/reference/element.h"
 #include "kernels/reference/reference.h"
 
@@ -148,29 +149,17 @@ class HeadAttention {
  private:
   double Score(int64_t token) const { return double{p_.scale} * dots_[static_cast<size_t>(token)]; }
 
-  // Returns the bound of a block, which is a float32 as the scores of LevelScores are.
-  float Bound(int32_t level, int64_t block) const {
-    const PagedRows& digests = p_.digests.of[level];
-    const int64_t dim = p_.cache.head_dim;
-    const char* digest =
-        static_cast<const char*>(digests.base) + RowOffset(digests, rows_.slot, block, rows_.head);
-    double sum = 0;
-    for (int64_t d = 0; d < dim; ++d) {
-      sum += std::max(double{q_[d]} * Get(digest, digests.type, d),
-                      double{q_[d]} * Get(digest, digests.type, dim + d));
-    }
-    return static_cast<float>(sum);
-  }
-
   float Budget(int32_t level, double bound) const {
     const int64_t first = FirstBlock(segments_, level), count = CpuBlocks(segments_, level);
     if (count == 0) return 0;
-    std::vector<float> bounds;
-    for (int64_t b = 0; b < count; ++b) bounds.push_back(Bound(level, first + b));
+    std::vector<float> scores;
+    for (int64_t b = 0; b < count; ++b) {
+      scores.push_back(BlockScore(q_, p_.digests.of[level], rows_.slot, first + b, rows_.head));
+    }
     std::vector<int64_t> order(static_cast<size_t>(count));
     std::iota(order.begin(), order.end(), int64_t{0});
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-      return bounds[static_cast<size_t>(a)] > bounds[static_cast<size_t>(b)];
+      return scores[static_cast<size_t>(a)] > scores[static_cast<size_t>(b)];
     });
     const double largest = Largest(0, segments_.end);
     const Vector whole = Whole().Output();

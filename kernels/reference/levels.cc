@@ -1,40 +1,27 @@
-// Digests of blocks at Fluxion's four levels, and the bounds of blocks by them.
+// Digests of blocks at Fluxion's four levels, and the scores of blocks by them.
 #include <algorithm>
-#include <limits>
 
+#include "kernels/reference/block_score.h"
 #include "kernels/reference/element.h"
 #include "kernels/reference/reference.h"
 
 namespace sluice::kernels::reference {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 // Writes the digest of tokens [begin, end) of (slot, head) as row `block`.
 void WriteDigest(const PagedCache& c, const PagedRows& digests, int64_t slot, int64_t head,
                  int64_t block, int64_t begin, int64_t end) {
   const int64_t dim = c.head_dim;
+  const auto tokens = static_cast<double>(end - begin);
   char* const row = static_cast<char*>(digests.base) + RowOffset(digests, slot, block, head);
   for (int64_t d = 0; d < dim; ++d) {
-    double least = kInfinity, largest = -kInfinity;
-    for (int64_t t = begin; t < end; ++t) {
-      const double key = Get(c.base, c.type, KeyIndex(c, slot, t, head) + d);
-      // A comparison with NaN is false: NaNs do not count.
-      if (key < least) least = key;
-      if (key > largest) largest = key;
-    }
-    Put(row, digests.type, d, least);
-    Put(row, digests.type, dim + d, largest);
+    const auto key = [&](int64_t t) { return Get(c.base, c.type, KeyIndex(c, slot, t, head) + d); };
+    double mean = 0, variance = 0;
+    for (int64_t t = begin; t < end; ++t) mean += key(t) / tokens;
+    for (int64_t t = begin; t < end; ++t) variance += (key(t) - mean) * (key(t) - mean) / tokens;
+    Put(row, digests.type, d, mean);
+    Put(row, digests.type, dim + d, variance);
   }
-}
-
-// Returns a head's bound of q k over the block whose digest is given.
-double Bound(const float* q, const void* digest, DType type, int64_t dim) {
-  double sum = 0;
-  for (int64_t d = 0; d < dim; ++d) {
-    sum += std::max(double{q[d]} * Get(digest, type, dim + d), double{q[d]} * Get(digest, type, d));
-  }
-  return sum;
 }
 
 // A list of LevelScores, of whose blocks `scored` have scores: all or none.
@@ -65,13 +52,11 @@ struct ScoredList {
 // Writes the scores of one block for the heads that want some.
 void ScoreBlock(const LevelScoresParams& p, const ScoredList& list, int64_t block) {
   const PagedRows& digests = p.digests.of[list.level];
-  const int64_t dim = digests.dim / 2;
-  const char* const digest = static_cast<const char*>(digests.base) +
-                             RowOffset(digests, p.slots[list.row], block, list.kv_head);
+  const float* const q = p.q + list.row * p.q_stride;
   for (int64_t h = list.kv_head * list.group; h < (list.kv_head + 1) * list.group; ++h) {
     if (!list.Wants(p, h)) continue;
     p.scores[(list.row * p.heads + h) * p.score_stride + block] =
-        static_cast<float>(Bound(p.q + list.row * p.q_stride + h * dim, digest, digests.type, dim));
+        BlockScore(q + h * (digests.dim / 2), digests, p.slots[list.row], block, list.kv_head);
   }
 }
 

@@ -66,6 +66,22 @@ std::vector<int32_t> Descending(const std::vector<double>& values, int32_t first
   return order;
 }
 
+// Writes the means [head_dim] and the variances [head_dim] of the elements of keys [begin, end).
+// `out` is all 0 before, and stays so where there are none.
+void PutMoments(const HeadCache& cache, int64_t begin, int64_t end, double* out) {
+  const int64_t dim = cache.head_dim;
+  const auto tokens = static_cast<double>(end - begin);
+  for (int64_t t = begin; t < end; ++t) {
+    for (int64_t d = 0; d < dim; ++d) out[d] += double{cache.k[t * dim + d]} / tokens;
+  }
+  for (int64_t t = begin; t < end; ++t) {
+    for (int64_t d = 0; d < dim; ++d) {
+      const double off = double{cache.k[t * dim + d]} - out[d];
+      out[dim + d] += off * off / tokens;
+    }
+  }
+}
+
 }  // namespace
 
 double AttentionPart::Length() const {
@@ -75,33 +91,24 @@ double AttentionPart::Length() const {
 BlockDigests::BlockDigests(const HeadCache& cache, int64_t tokens) : dim_(cache.head_dim) {
   for (int32_t level = 0; level < kFluxionLevels; ++level) {
     const int64_t block_tokens = LevelTokens(level), blocks = tokens / block_tokens;
-    std::vector<float>& ranges = ranges_[static_cast<size_t>(level)];
-    ranges.resize(static_cast<size_t>(blocks * 2 * dim_));
+    std::vector<double>& moments = moments_[static_cast<size_t>(level)];
+    moments.resize(static_cast<size_t>(blocks * 2 * dim_));
     for (int64_t block = 0; block < blocks; ++block) {
-      float* const least = ranges.data() + block * 2 * dim_;
-      float* const most = least + dim_;
-      std::fill_n(least, dim_, INFINITY);
-      std::fill_n(most, dim_, -INFINITY);
       const int64_t begin = std::max<int64_t>(block * block_tokens, kernels::kFluxionSinkTokens);
-      for (int64_t t = begin; t < (block + 1) * block_tokens; ++t) {
-        const float* const key = cache.k + t * dim_;
-        for (int64_t d = 0; d < dim_; ++d) {
-          least[d] = std::min(least[d], key[d]);
-          most[d] = std::max(most[d], key[d]);
-        }
-      }
+      PutMoments(cache, begin, (block + 1) * block_tokens, moments.data() + block * 2 * dim_);
     }
   }
 }
 
-double BlockDigests::Bound(const float* q, int32_t level, int64_t block) const {
-  const float* const least = ranges_[static_cast<size_t>(level)].data() + block * 2 * dim_;
-  const float* const most = least + dim_;
-  double sum = 0;
+double BlockDigests::Score(const float* q, int32_t level, int64_t block) const {
+  const double* const means = moments_[static_cast<size_t>(level)].data() + block * 2 * dim_;
+  const double* const variances = means + dim_;
+  double mean = 0, variance = 0;
   for (int64_t d = 0; d < dim_; ++d) {
-    sum += std::max(double{q[d]} * double{least[d]}, double{q[d]} * double{most[d]});
+    mean += double{q[d]} * means[d];
+    variance += double{q[d]} * double{q[d]} * variances[d];
   }
-  return sum;
+  return mean + double{kernels::kFluxionDeviations} * std::sqrt(variance);
 }
 
 GroupAttention::GroupAttention(const HeadCache& cache, const BlockDigests& digests, const float* q,
@@ -182,11 +189,11 @@ std::vector<double> GroupAttention::Interactions(int64_t g) const {
 std::vector<int32_t> GroupAttention::Order(int64_t g, int32_t level) const {
   const int64_t first = kernels::FirstBlock(segments_, level);
   const int64_t end = kernels::EndBlock(segments_, level);
-  std::vector<double> bounds;
+  std::vector<double> scores;
   for (int64_t block = first; block < end; ++block) {
-    bounds.push_back(digests_.Bound(q_ + g * cache_.head_dim, level, block));
+    scores.push_back(digests_.Score(q_ + g * cache_.head_dim, level, block));
   }
-  return Descending(bounds, static_cast<int32_t>(first));
+  return Descending(scores, static_cast<int32_t>(first));
 }
 
 GroupAttention::Units GroupAttention::UnitsOfSegment(const Head& head) const {

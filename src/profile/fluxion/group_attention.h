@@ -27,19 +27,21 @@ struct AttentionPart {
   double Length() const;  // of o
 };
 
-// The digests of the blocks of a sequence's KV head at all levels (Quest): the smallest and the
-// largest value of each element of the block's keys. Tokens of the sink are left out.
+// The digests of the blocks of a sequence's KV head at all levels: the mean of each element of the
+// block's keys, and its variance (that of the population). Tokens of the sink are left out. They
+// are those of kernels::LevelDigests, but for its rounding to the type of the cache.
 class BlockDigests {
  public:
   // Covers all whole blocks of [0, tokens).
   BlockDigests(const HeadCache& cache, int64_t tokens);
-  // Returns sum_d max(q_d smallest_d, q_d largest_d), an upper bound of q k in the block.
-  double Bound(const float* q, int32_t level, int64_t block) const;
+  // Returns sum_d q_d mean_d + kFluxionDeviations * sqrt(sum_d q_d^2 variance_d), as
+  // kernels::LevelScores does.
+  double Score(const float* q, int32_t level, int64_t block) const;
 
  private:
   const int64_t dim_;
-  // By level: [blocks][2][head_dim], the smallest values first.
-  std::array<std::vector<float>, kernels::kFluxionLevels> ranges_;
+  // By level: [blocks][2][head_dim], the means first.
+  std::array<std::vector<double>, kernels::kFluxionLevels> moments_;
 };
 
 class GroupAttention {
@@ -61,8 +63,8 @@ class GroupAttention {
   // Returns q k / (|q| sqrt(head_dim)) of each token of the cpu segment.
   std::vector<double> Interactions(int64_t g) const;
 
-  // Returns the cpu segment's blocks from the one with the largest bound to the one with the
-  // smallest, lower blocks first among equals.
+  // Returns the cpu segment's blocks from the one with the highest score to the one with the
+  // lowest, lower blocks first among equals.
   std::vector<int32_t> Order(int64_t g, int32_t level) const;
   // Returns the share of the cpu segment in the shortest prefix of Order(g, level) from which on
   // every longer one has an error of at most `bound`, which is a length (tau times the largest

@@ -60,7 +60,7 @@ class Bench {
                 "MB", "GB/s", "of read");
   }
 
-  // Times the bounds of all blocks of a level, for all query heads, and the selection by them of a
+  // Times the scores of all blocks of a level, for all query heads, and the selection by them of a
   // share of the blocks for each query head.
   void Level(int rows, int context, int level, float share) {
     const std::string shape = std::to_string(rows) + " x " + std::to_string(context >> 10) +

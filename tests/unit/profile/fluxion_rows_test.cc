@@ -74,29 +74,36 @@ double Distance(std::vector<double> a, const std::vector<double>& b) {
   return Length(a);
 }
 
-// Returns blocks of the cpu segment by Quest's bound, from the keys themselves.
+// Returns the score of tokens [begin, end) by the moments of their keys, from E[x^2] - mean^2.
+double NaiveScore(const HeadQueries& head, const float* q, int64_t begin, int64_t end) {
+  const auto tokens = static_cast<double>(end - begin);
+  double score = 0, variance = 0;
+  for (int64_t d = 0; d < kDim; ++d) {
+    double sum = 0, squares = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      const double k = double{head.k[static_cast<size_t>(t * kDim + d)]};
+      sum += k;
+      squares += k * k;
+    }
+    score += double{q[d]} * sum / tokens;
+    variance += double{q[d]} * double{q[d]} * (squares / tokens - sum * sum / tokens / tokens);
+  }
+  return score + double{kernels::kFluxionDeviations} * std::sqrt(variance);
+}
+
+// Returns blocks of the cpu segment by their scores, from the keys themselves.
 std::vector<int64_t> NaiveOrder(const HeadQueries& head, const float* q, const FluxionSegments& of,
                                 int32_t level) {
-  std::vector<std::pair<double, int64_t>> bounds;
+  std::vector<std::pair<double, int64_t>> scores;
   const int64_t tokens = LevelTokens(level);
   for (int64_t block = 0; (block + 1) * tokens <= of.local; ++block) {
     if ((block + 1) * tokens <= of.sink) continue;
-    double bound = 0;
-    for (int64_t d = 0; d < kDim; ++d) {
-      double largest = -INFINITY;
-      for (int64_t t = std::max<int64_t>(block * tokens, of.sink); t < (block + 1) * tokens; ++t) {
-        for (int64_t u = std::max<int64_t>(block * tokens, of.sink); u <= t; ++u) {
-          largest =
-              std::max(largest, double{q[d]} * double{head.k[static_cast<size_t>(t * kDim + d)]});
-        }
-      }
-      bound += largest;
-    }
-    bounds.emplace_back(-bound, block);
+    const int64_t begin = std::max<int64_t>(block * tokens, of.sink);
+    scores.emplace_back(-NaiveScore(head, q, begin, (block + 1) * tokens), block);
   }
-  std::stable_sort(bounds.begin(), bounds.end());
+  std::stable_sort(scores.begin(), scores.end());
   std::vector<int64_t> order;
-  for (const auto& [bound, block] : bounds) order.push_back(block);
+  for (const auto& [score, block] : scores) order.push_back(block);
   return order;
 }
 

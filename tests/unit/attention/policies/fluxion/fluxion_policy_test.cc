@@ -49,8 +49,25 @@ std::shared_ptr<const FluxionPredictor> Constant(const std::vector<float>& budge
   return std::make_shared<const FluxionPredictor>(std::move(predictor));
 }
 
+struct Moments {
+  double mean = 0, variance = 0;
+};
+
+// Returns the moments of an element of the keys of tokens [begin, end).
+Moments MomentsOf(const std::vector<PolicyRig::Vectors>& tokens, int begin, int end, int element) {
+  const auto key = [&](int t) {
+    return double{tokens[static_cast<size_t>(t)].k[static_cast<size_t>(element)]};
+  };
+  Moments out;
+  for (int t = begin; t < end; ++t) out.mean += key(t) / (end - begin);
+  for (int t = begin; t < end; ++t) {
+    out.variance += (key(t) - out.mean) * (key(t) - out.mean) / (end - begin);
+  }
+  return out;
+}
+
 // Returns the tokens that each KV head attends to if each query head reads `share` of its tokens in
-// the blocks of `block` tokens with the largest bounds. Nothing is resident but the sink and the
+// the blocks of `block` tokens with the highest scores. Nothing is resident but the sink and the
 // ring.
 std::vector<std::set<int>> Attended(const PolicyRig::Shape& shape, const PolicyRig::Make& make,
                                     std::pair<uint64_t, int> seed_and_layer, int position,
@@ -67,27 +84,24 @@ std::vector<std::set<int>> Attended(const PolicyRig::Shape& shape, const PolicyR
   const int group = shape.heads / shape.kv_heads;
   std::vector<std::set<int>> attended(static_cast<size_t>(shape.kv_heads));
   for (int head = 0; head < shape.heads; ++head) {
-    const auto kv = static_cast<size_t>(head / group);
-    std::vector<std::pair<double, int>> bounds;  // {-bound, block}
+    const int kv = head / group;
+    const auto q = tokens.back().q.begin() + head * shape.head_dim;
+    std::vector<std::pair<double, int>> scores;  // {-score, block}
     const int first = kernels::FirstBlock(segments, level);
     for (int b = first; b < kernels::EndBlock(segments, level); ++b) {
-      double bound = 0;
+      const int begin = std::max(b * block, segments.sink), end = (b + 1) * block;
+      double mean = 0, variance = 0;
       for (int d = 0; d < shape.head_dim; ++d) {
-        const double q = tokens.back().q[static_cast<size_t>(head * shape.head_dim + d)];
-        double best = -std::numeric_limits<double>::infinity();
-        for (int t = std::max(b * block, segments.sink); t < (b + 1) * block; ++t) {
-          const auto& k = tokens[static_cast<size_t>(t)].k;
-          best = std::max(best,
-                          q * k[kv * static_cast<size_t>(shape.head_dim) + static_cast<size_t>(d)]);
-        }
-        bound += best;
+        const Moments k = MomentsOf(tokens, begin, end, kv * shape.head_dim + d);
+        mean += double{q[d]} * k.mean;
+        variance += double{q[d]} * double{q[d]} * k.variance;
       }
-      bounds.emplace_back(-bound, b);
+      scores.emplace_back(-(mean + double{kernels::kFluxionDeviations} * std::sqrt(variance)), b);
     }
-    std::sort(bounds.begin(), bounds.end());
+    std::sort(scores.begin(), scores.end());
     for (int i = 0; i < wanted; ++i) {
       for (int t = 0; t < block; ++t) {
-        attended[kv].insert(bounds[static_cast<size_t>(i)].second * block + t);
+        attended[static_cast<size_t>(kv)].insert(scores[static_cast<size_t>(i)].second * block + t);
       }
     }
   }
