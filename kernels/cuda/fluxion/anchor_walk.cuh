@@ -1,5 +1,5 @@
 // The search for the budgets of AnchorStatistics: each block takes a level of a query head, sorts
-// the blocks of the cpu segment by their bounds, and walks over the prefixes of that order.
+// the blocks of the cpu segment by their scores, and walks over the prefixes of that order.
 #pragma once
 
 #include "kernels/cuda/common/float_keys.cuh"
@@ -18,24 +18,26 @@ inline constexpr int kMostUnits = kFluxionLargestBlock / kAnchorUnitTokens;  // 
 __device__ __forceinline__ double ElementOf(float v) { return double{v}; }
 __device__ __forceinline__ double ElementOf(__nv_bfloat16 v) { return double{__bfloat162float(v)}; }
 
-// Writes the keys of blocks [first, first + count): the smallest has the largest bound, and the
-// lower block's is less among equals. Bounds are rounded to float32, as the scores of LevelScores
-// are.
+// Writes the keys of blocks [first, first + count): the smallest has the highest score, and the
+// lower block's is less among equals. Scores are rounded to float32, as those of LevelScores are.
 template <typename T>
 __device__ __forceinline__ void PutKeys(const PagedRows& digests, const float* q, int slot,
                                         int kv_head, int first, int count, uint64_t* keys) {
   const int dim = digests.dim / 2, lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < count; i += kWalkWarps) {
     const T* const digest = RowAt<const T>(digests, slot, first + i, kv_head);
-    double bound = 0;
+    double mean = 0, variance = 0;
     for (int d = lane; d < dim; d += 32) {
       const double element = double{q[d]};
-      bound += fmax(element * ElementOf(digest[d]), element * ElementOf(digest[dim + d]));
+      mean += element * ElementOf(digest[d]);
+      variance += element * element * ElementOf(digest[dim + d]);
     }
-    bound = AnchorWarpSum(bound);
+    mean = AnchorWarpSum(mean);
+    variance = AnchorWarpSum(variance);
     if (lane == 0) {
+      const double score = mean + double{kFluxionDeviations} * sqrt(fmax(variance, 0.0));
       keys[i] =
-          uint64_t{RankKey(static_cast<float>(bound))} << 32 | static_cast<uint32_t>(first + i);
+          uint64_t{RankKey(static_cast<float>(score))} << 32 | static_cast<uint32_t>(first + i);
     }
   }
 }

@@ -1,5 +1,5 @@
-// Quest's bounds of blocks for single query heads: a digest row [least, largest] times the query's
-// negative elements, then its positive ones, which is one dot product for each query head.
+// Scores of blocks for single query heads: a digest row [mean, variance] times the query's
+// elements, then their squares, which are two dot products for each query head.
 //
 // The kernel moves each digest row once for all query heads of a group of up to 8, 4 * head_dim
 // bytes in bf16: 168 MB for 10 rows of Qwen3-14B at 64K and blocks of 16 tokens (8 KV heads, 4,096
@@ -9,9 +9,11 @@
 // As in select/digest_scores.cu, the A operand of a tensor-core tile is 16 digest rows, straight
 // from memory. A lane loads 16 bytes of two rows at a time, which are 2 of its elements in each of
 // 4 positions of k. The position of an element does not matter as long as the queries, the B
-// operand, have it in the same one. Columns are 8 query heads. A query is the sum of two bf16, 16
-// bits of it. float32 digests, which only tests have on a GPU, are taken by warps one row at a
-// time.
+// operand, have it in the same one. Columns are 8 query heads. A factor, which is an element of a
+// query or its square, is the sum of two bf16, 16 bits of it. Means come first, and their sums are
+// finished before those of the variances begin, which saves registers. Warps take one row at a time
+// where head_dim is not a multiple of a segment, and where digests are float32, which only tests
+// have on a GPU.
 //
 // Only the device knows how many blocks a list has. The grid has so many thread blocks for each
 // list that few lists fill the machine too; they take tiles in turn, and those behind the list's
@@ -34,11 +36,15 @@ constexpr int kBlocksPerSm = 5;
 constexpr int kSegment = 32;    // elements of a row that four lanes load at a time: 64 bytes
 constexpr int kSegments = 4;    // segments of a row that are under way together
 constexpr int kListParts = 16;  // the most thread blocks of a list, where lists fill the machine
-constexpr int kMaxShared = 48 << 10;
 
 // Returns the factor of element `element` of a digest row for a query.
 __device__ __forceinline__ float Factor(const float* q, int element, int dim) {
-  return element < dim ? fminf(q[element], 0.0f) : fmaxf(q[element - dim], 0.0f);
+  return element < dim ? q[element] : q[element - dim] * q[element - dim];
+}
+
+// Returns a score from its two dot products.
+__device__ __forceinline__ float ScoreOf(float mean, float variance) {
+  return mean + kFluxionDeviations * sqrtf(fmaxf(variance, 0.0f));
 }
 
 // Puts the B operands of up to 8 heads: 32 lanes for each 16 positions of k, upper and lower parts.
@@ -93,10 +99,11 @@ struct Segments {
   }
 };
 
-// Sums of a tile: [0, 1] are of row lane / 4 and heads lane % 4 * 2 and the next, [2, 3] of the
-// other row.
+// Sums of a tile, of means until variances begin: [0, 1] are of row lane / 4 and heads lane % 4 * 2
+// and the next, [2, 3] of the other row.
 struct TileSums {
   float even[4] = {}, odd[4] = {}, low_even[4] = {}, low_odd[4] = {};
+  float means[4] = {};
 
   __device__ __forceinline__ void Add(const Segments& rows, int first, int segments,
                                       const uint4* queries) {
@@ -104,6 +111,7 @@ struct TileSums {
 #pragma unroll
     for (int j = 0; j < kSegments; ++j) {
       if (first + j >= segments) continue;
+      if (first + j == segments / 2) BeginVariances();
       const uint4* const operands = queries + 64 * (first + j) + lane;
       const uint4 b0 = operands[0], b1 = operands[32];
       const uint32_t a0[4] = {rows.upper[j].x, rows.lower[j].x, rows.upper[j].y, rows.lower[j].y};
@@ -114,8 +122,18 @@ struct TileSums {
       MultiplyAdd(low_odd, a1, b1.z, b1.w);
     }
   }
-  __device__ __forceinline__ float Of(int i) const {
+  __device__ __forceinline__ float Score(int i) const { return ScoreOf(means[i], Sum(i)); }
+
+ private:
+  __device__ __forceinline__ float Sum(int i) const {
     return (even[i] + odd[i]) + (low_even[i] + low_odd[i]);
+  }
+  __device__ __forceinline__ void BeginVariances() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      means[i] = Sum(i);
+      even[i] = odd[i] = low_even[i] = low_odd[i] = 0;
+    }
   }
 };
 
@@ -138,14 +156,14 @@ struct Columns {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (of[i] == nullptr) continue;
-      if (row < count) of[i][row] = sums.Of(i);
-      if (row + 8 < count) of[i][row + 8] = sums.Of(2 + i);
+      if (row < count) of[i][row] = sums.Score(i);
+      if (row + 8 < count) of[i][row + 8] = sums.Score(2 + i);
     }
   }
 };
 
-// The kernel for bf16 digests. Grid: (thread blocks of a list, KV heads, rows). Shared memory:
-// queries, [head_dim / 8][32].
+// The kernel for bf16 digests whose halves are whole segments. Grid: (thread blocks of a list, KV
+// heads, rows). Shared memory: queries, [head_dim / 8][32].
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     LevelScoresKernel(const __grid_constant__ LevelScoresParams p) {
   extern __shared__ uint4 operands[];
@@ -178,10 +196,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-// The kernel for float32 digests. The grid is the same. Shared memory: queries, [group][2 *
-// head_dim].
+// The kernel for any digests. The grid is the same. Shared memory: queries, [kTileHeads][head_dim],
+// then their squares.
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    LevelScoresOfFloats(const __grid_constant__ LevelScoresParams p) {
+    LevelScoresByRows(const __grid_constant__ LevelScoresParams p) {
   extern __shared__ uint4 memory[];
   auto* const factors = reinterpret_cast<float*>(memory);
   WaitForPriorKernels();
@@ -192,18 +211,26 @@ __global__ void __launch_bounds__(kThreads)
   if (static_cast<int>(blockIdx.x) * kWarps >= list.count) return;
   const PagedRows& digests = p.digests.of[list.level];
   const int dim = digests.dim / 2;
-  const float* const q = p.q + list.row * p.q_stride + int64_t{list.kv_head} * group * dim;
-  for (int i = static_cast<int>(threadIdx.x); i < group * digests.dim; i += kThreads) {
-    factors[i] = Factor(q + i / digests.dim * dim, i % digests.dim, dim);
-  }
-  __syncthreads();
-  for (int i = static_cast<int>(blockIdx.x) * kWarps + warp; i < list.count;
-       i += static_cast<int>(gridDim.x) * kWarps) {
-    const float* const row = RowAt<float>(digests, list.slot, list.first + i, list.kv_head);
-    const float score = Dots(factors, group, row, digests.dim);
-    const int head = list.kv_head * group + lane;
-    if (lane >= group || !list.Wants(p, head)) continue;
-    p.scores[(int64_t{list.row} * p.heads + head) * p.score_stride + list.first + i] = score;
+  for (int first = 0; first < group; first += kTileHeads) {
+    const int heads = min(kTileHeads, group - first), head = list.kv_head * group + first;
+    const float* const q = p.q + list.row * p.q_stride + int64_t{head} * dim;
+    float* const squares = factors + heads * dim;
+    if (first > 0) __syncthreads();  // before other heads overwrite these
+    for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += kThreads) {
+      factors[i] = q[i];
+      squares[i] = q[i] * q[i];
+    }
+    __syncthreads();
+    const bool wanted = lane < heads && list.Wants(p, head + lane);
+    for (int i = static_cast<int>(blockIdx.x) * kWarps + warp; i < list.count;
+         i += static_cast<int>(gridDim.x) * kWarps) {
+      const T* const row = RowAt<const T>(digests, list.slot, list.first + i, list.kv_head);
+      const float mean = Dots(factors, heads, row, dim);
+      const float variance = Dots(squares, heads, row + dim, dim);
+      if (!wanted) continue;
+      p.scores[(int64_t{list.row} * p.heads + head + lane) * p.score_stride + list.first + i] =
+          ScoreOf(mean, variance);
+    }
   }
 }
 
@@ -216,8 +243,7 @@ bool AreValid(const LevelScoresParams& p) {
       return false;
     }
   }
-  return first.dim <= kMaxScoreRowDim &&
-         (first.type == DType::kBFloat16 || p.heads / first.kv_heads <= 32);
+  return first.dim <= kMaxScoreRowDim;
 }
 
 // Returns how many thread blocks a list has, from what the host knows.
@@ -241,12 +267,14 @@ cudaError_t LaunchLevelScores(const LevelScoresParams& p, cudaStream_t stream) {
   }
   if (error != cudaSuccess) return error;
   const bool is_bf16 = digests.type == DType::kBFloat16;
-  const int64_t shared = is_bf16 ? int64_t{digests.dim / kSegment} * 64 * int64_t{sizeof(uint4)}
-                                 : int64_t{p.heads / digests.kv_heads} * digests.dim * 4;
-  if (shared > kMaxShared) return cudaErrorInvalidValue;
-  const int parts = ListParts(p, processors, kWarps * (is_bf16 ? kTileRows : 1));
-  return LaunchKernel(is_bf16 ? LevelScoresKernel : LevelScoresOfFloats,
-                      dim3(parts, digests.kv_heads, p.rows), dim3(kThreads),
+  const bool has_tiles = is_bf16 && digests.dim / 2 % kSegment == 0;
+  const auto kernel = has_tiles ? LevelScoresKernel
+                      : is_bf16 ? LevelScoresByRows<__nv_bfloat16>
+                                : LevelScoresByRows<float>;
+  // At most 16 KiB each: in tiles a factor is two bf16, and so has as many bytes as a float.
+  const int64_t shared = int64_t{kTileHeads} * digests.dim * int64_t{sizeof(float)};
+  const int parts = ListParts(p, processors, kWarps * (has_tiles ? kTileRows : 1));
+  return LaunchKernel(kernel, dim3(parts, digests.kv_heads, p.rows), dim3(kThreads),
                       static_cast<size_t>(shared), stream, p);
 }
 
