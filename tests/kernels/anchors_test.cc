@@ -68,11 +68,7 @@ struct AnchorInput {
         T* const out = cache.Key(slot, t, head) + i * c.block_tokens * dim;
         for (size_t d = 0; d < noise.size(); ++d) {
           const float v = 0.6f * topics[topic + (i == 0 ? 0 : kTopics)][d] + 0.5f * noise[d];
-          if constexpr (sizeof(T) == 4) {
-            out[d] = v;
-          } else {
-            out[d] = FloatToBf16(v);
-          }
+          PutElement(double{v}, out[d]);
         }
       }
     }
@@ -92,14 +88,29 @@ struct AnchorInput {
       for (int64_t b = 0; (b + 1) * length <= tokens; ++b) {
         T* const row = digests[static_cast<size_t>(level)].Row(slot, b, head);
         const int64_t begin = std::max<int64_t>(b * length, kFluxionSinkTokens);
-        for (int64_t t = begin; t < (b + 1) * length; ++t) {
-          const T* const key = cache.Key(slot, t, head);
-          for (int64_t d = 0; d < dim; ++d) {
-            if (t == begin || Value(key[d]) < Value(row[d])) row[d] = key[d];
-            if (t == begin || Value(key[d]) > Value(row[dim + d])) row[dim + d] = key[d];
-          }
+        for (int64_t d = 0; d < dim && begin < (b + 1) * length; ++d) {
+          PutMoments(slot, head, begin, (b + 1) * length, d, row);
         }
       }
+    }
+  }
+  // Writes the moments of element d of keys [begin, end) to their places in a digest.
+  void PutMoments(int64_t slot, int64_t head, int64_t begin, int64_t end, int64_t d, T* digest) {
+    const auto tokens = static_cast<double>(end - begin);
+    double mean = 0, variance = 0;
+    for (int64_t t = begin; t < end; ++t) mean += Value(cache.Key(slot, t, head)[d]) / tokens;
+    for (int64_t t = begin; t < end; ++t) {
+      const double off = Value(cache.Key(slot, t, head)[d]) - mean;
+      variance += off * off / tokens;
+    }
+    PutElement(mean, digest[d]);
+    PutElement(variance, digest[c.head_dim + d]);
+  }
+  static void PutElement(double v, T& out) {
+    if constexpr (sizeof(T) == 4) {
+      out = static_cast<float>(v);
+    } else {
+      out = FloatToBf16(static_cast<float>(v));
     }
   }
 
@@ -193,24 +204,22 @@ class Direct {
   // Returns the errors of all prefixes but the longest one.
   std::vector<double> Errors(int32_t level) const {
     const int32_t first = FirstBlock(segments_, level), count = CpuBlocks(segments_, level);
-    std::vector<std::pair<float, int32_t>> order;  // by -bound, then by block
+    std::vector<std::pair<float, int32_t>> order;  // by -score, then by block
     for (int32_t b = first; b < first + count; ++b) {
-      const int32_t begin = std::max(b * LevelTokens(level), segments_.sink);
-      double bound = 0;
+      const T* const digest =
+          in_.digests[static_cast<size_t>(level)].Row(in_.slots[row_], b, head_ / in_.c.group);
+      double variance = 0;
       for (int32_t d = 0; d < in_.c.head_dim; ++d) {
-        double most = -1e300;
-        for (int32_t t = begin; t < (b + 1) * LevelTokens(level); ++t) {
-          most = std::max(most, double{Query()[d]} * Value(Key(t)[d]));
-        }
-        bound += most;
+        variance += double{Query()[d]} * double{Query()[d]} * Value(digest[in_.c.head_dim + d]);
       }
-      order.push_back({-static_cast<float>(bound), b});
+      const double score = Dot(digest) + double{kFluxionDeviations} * std::sqrt(variance);
+      order.push_back({-static_cast<float>(score), b});
     }
     std::sort(order.begin(), order.end());
     const std::vector<double> whole = Output([](int32_t) { return true; });
     std::vector<bool> taken(static_cast<size_t>(first + count));
     std::vector<double> errors;
-    for (const auto& [bound, block] : order) {
+    for (const auto& [score, block] : order) {
       const std::vector<double> o = Output([&](int32_t t) {
         return t < segments_.sink || t >= segments_.local ||
                taken[static_cast<size_t>(t / LevelTokens(level))];
@@ -339,7 +348,7 @@ template <typename T>
 void CheckCase(const KernelTable& table, const AnchorCase& c, Random& random) {
   INFO(c.name << ", " << sizeof(T) << " bytes an element");
   AnchorInput<T> in(c, random);
-  std::fill_n(in.Query(0, 0), c.head_dim, 0.0f);  // z is 0, and all bounds are equal
+  std::fill_n(in.Query(0, 0), c.head_dim, 0.0f);  // z is 0, and all scores are equal
   AnchorResults want(in), first(in), alone(in);
   RunWorkers(Reference().anchor_statistics, want.In(in.Params()), 2);
   RunWorkers(table.anchor_statistics, first.In(in.Params()), 1);
