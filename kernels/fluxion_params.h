@@ -83,7 +83,7 @@ struct AnchorStatisticsParams {
 // computed one after the other.
 constexpr int64_t AnchorScratchBytes(int64_t tokens, int64_t heads, int64_t head_dim) {
   const int64_t units = tokens / LevelTokens(0) + 1;
-  // By query head: scores of tokens; bounds, weights, weighted values and the order of blocks.
+  // By query head: scores of tokens; scores, weights, weighted values and the order of blocks.
   return heads * (4 * tokens + 4 * units * (head_dim + 8) + 16 * head_dim + 256);
 }
 
