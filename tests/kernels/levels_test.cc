@@ -268,43 +268,5 @@ void TestUnitNotFinite(const KernelTable& table, Random& random) {
 SLUICE_TEST_LEVELS("level digests of other blocks do not change where keys are not finite",
                    TestUnitNotFinite)
 
-// A caller with one list can ask for a part of it.
-TEST_CASE("a worker scores its share of the blocks of a list, on every path of the CPU",
-          "[kernels][levels]") {
-  constexpr int32_t kGroup = 3, kDim = 32, kAll = 2100, kWorkers = 5;
-  constexpr int64_t kStride = kAll / 16 + 1;
-  Random random(TestSeed());
-  TestLevels<uint16_t> digests(1, kAll, kDim, 2, random);
-  digests.Fill(1, kAll, random);
-  const auto q = NormalBuffer<float>(2 * kGroup * kDim, random);
-  const auto slots = BufferOf<int32_t>({0}), positions = BufferOf<int32_t>({kAll - 1});
-  const FluxionSegments segments = SegmentsOf(kAll - 1);
-  std::vector<const KernelTable*> tables = AvailableKernelTables();
-  tables.push_back(&Reference());
-  for (const KernelTable* table : tables) {
-    for (int32_t level = 0; level < kFluxionLevels; ++level) {
-      // The first list has no level, and one head of the second wants all blocks.
-      const auto levels = BufferOf<int32_t>({-1, level});
-      const int32_t all = CpuBlocks(segments, level), first = FirstBlock(segments, level);
-      const auto blocks = BufferOf<int32_t>({1, 1, 1, 1, all, 2});
-      for (int worker = 0; worker < kWorkers; ++worker) {
-        INFO(table->name << ", level " << level << ", worker " << worker);
-        Guarded<float> scores(2 * kGroup * kStride);
-        const LevelScoresParams p = {
-            q.data(),      2 * kGroup * kDim, slots.data(),  positions.data(), digests.view,
-            levels.data(), blocks.data(),     scores.data(), kStride,          1,
-            2 * kGroup};
-        table->level_scores(p, {worker, kWorkers});
-        for (int64_t i = 0; i < scores.size(); ++i) {
-          const int64_t head = i / kStride, block = i % kStride - first;
-          const bool mine = block >= all * worker / kWorkers &&
-                            block < all * (worker + 1) / kWorkers && (head == 3 || head == 5);
-          REQUIRE(std::isnan(scores[i]) != mine);
-        }
-      }
-    }
-  }
-}
-
 }  // namespace
 }  // namespace sluice::kernels
