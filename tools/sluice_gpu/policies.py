@@ -176,11 +176,14 @@ def _figure10(name: str, context: int, batches: tuple[int, ...], model: str) -> 
               for batch in batches)]
 
 
-# Fluxion's baseline, blocks of 16 and a twentieth of each head's tokens, to which the CPU alone attends (as published, but
-# with digests in HBM); then with the link beside it, and with hot blocks in HBM; then with a network that no model trained
-# and whose volume (equation 3) is 3.1 times smaller, as the paper's predictor implies.
-FLUXION = ("full", *(f"{name}:hot={int(hot)}{how}" for name in ("fluxion-fixed", "fluxion-synthetic")
-                     for hot, how in ((False, ":device-share=0"), (False, ""), (True, ""))))
+# Fluxion's baseline, blocks of 16 and a twentieth of each head's tokens: as published (digests in DRAM, the CPU alone
+# attends), with digests in HBM, and with hot blocks there too. Then a network that no model trained and whose volume
+# (equation 3) is 3.1 times smaller, as the paper's predictor implies: each of these forms, without and with the link
+# beside the CPU.
+FLUXION = ("full", "fluxion-paper-fixed:device-share=0", "fluxion-fixed:device-share=0", "fluxion-fixed:hot=1",
+           *(f"fluxion-synthetic:hot=0:host-digests={digests}{how}" for digests in (1, 0)
+             for how in (":device-share=0", "")),
+           "fluxion-synthetic:hot=1")
 
 
 def _fluxion(name: str, context: int, batch: int, policies: tuple[str, ...] = FLUXION) -> Run:
