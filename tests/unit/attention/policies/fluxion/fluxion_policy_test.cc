@@ -53,7 +53,8 @@ struct Moments {
   double mean = 0, variance = 0;
 };
 
-// Returns the moments of an element of the keys of tokens [begin, end).
+// Returns the moments of an element of the keys of tokens [begin, end), as digests have them: in
+// bf16, which puts some blocks in another order.
 Moments MomentsOf(const std::vector<PolicyRig::Vectors>& tokens, int begin, int end, int element) {
   const auto key = [&](int t) {
     return double{tokens[static_cast<size_t>(t)].k[static_cast<size_t>(element)]};
@@ -63,7 +64,8 @@ Moments MomentsOf(const std::vector<PolicyRig::Vectors>& tokens, int begin, int 
   for (int t = begin; t < end; ++t) {
     out.variance += (key(t) - out.mean) * (key(t) - out.mean) / (end - begin);
   }
-  return out;
+  return {double{testing::RoundedToBf16(static_cast<float>(out.mean))},
+          double{testing::RoundedToBf16(static_cast<float>(out.variance))}};
 }
 
 // Returns the tokens that each KV head attends to if each query head reads `share` of its tokens in
