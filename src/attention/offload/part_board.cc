@@ -7,47 +7,54 @@
 namespace sluice {
 namespace {
 
-int32_t CeilDiv(int32_t a, int32_t b) { return (a + b - 1) / b; }
-
 // Returns parts [0, end), as bits.
 uint32_t Bits(int end) {
-  return end >= PartBoard::kMostParts ? ~uint32_t{0} : (uint32_t{1} << end) - 1;
+  return end >= kernels::kMostListParts ? ~uint32_t{0} : (uint32_t{1} << end) - 1;
 }
 
 }  // namespace
 
-int32_t PartBoard::UnitsOfPart(int32_t count, int32_t least_units) {
-  return std::max(least_units, CeilDiv(count, kMostParts));
-}
-
 int PartBoard::MostParts(int32_t capacity, int32_t least_units) {
-  return std::clamp(CeilDiv(capacity, least_units), 1, kMostParts);
+  // The lists that have the most parts are the longest of those whose parts are the smallest.
+  return kernels::PartsOfList(std::min(capacity, kernels::kMostListParts * least_units),
+                              least_units);
 }
 
 int PartBoard::Parts(int64_t list) const {
-  if (counts_ == nullptr) return 1;
-  const int32_t count = counts_[list];
-  return std::max(CeilDiv(count, UnitsOfPart(count, least_units_)), 1);
+  return counts_ == nullptr ? 1 : kernels::PartsOfList(counts_[list], least_units_);
 }
 
 PartBoard::Units PartBoard::UnitsOf(int64_t list, int part) const {
   const int32_t count = counts_[list];
-  const int32_t units = UnitsOfPart(count, least_units_);
+  const int32_t units = kernels::UnitsOfPart(count, least_units_);
   return {part * units, std::min((part + 1) * units, count)};
 }
 
-// The order of claims means nothing, because whoever claims a part reads nothing that another
-// claimer wrote.
+// Returns whether the part was free, and is the caller's now. The order of claims means nothing,
+// because whoever claims a part reads nothing that another claimer wrote.
+bool PartBoard::Take(int64_t list, int part, uint32_t* before) const {
+  const uint32_t bit = uint32_t{1} << part;
+  *before =
+      std::atomic_ref<uint32_t>(words_[list].claimed).fetch_or(bit, std::memory_order_relaxed);
+  return (*before & bit) == 0;
+}
+
 int PartBoard::Claim(int64_t list, int begin, int end) const {
-  const std::atomic_ref<uint32_t> claimed(words_[list].claimed);
   const uint32_t wanted = Bits(end) & ~Bits(begin);
-  uint32_t free = wanted & ~claimed.load(std::memory_order_relaxed);
-  while (free != 0) {
-    const int part = std::countr_zero(free);
-    const uint32_t bit = uint32_t{1} << part;
-    const uint32_t before = claimed.fetch_or(bit, std::memory_order_relaxed);
-    if ((before & bit) == 0) return part;
-    free = wanted & ~before;
+  uint32_t before = std::atomic_ref<uint32_t>(words_[list].claimed).load(std::memory_order_relaxed);
+  while ((wanted & ~before) != 0) {
+    const int part = std::countr_zero(wanted & ~before);
+    if (Take(list, part, &before)) return part;
+  }
+  return -1;
+}
+
+int PartBoard::ClaimLast(int64_t list) const {
+  const uint32_t wanted = Bits(Parts(list));
+  uint32_t before = std::atomic_ref<uint32_t>(words_[list].claimed).load(std::memory_order_relaxed);
+  while ((wanted & ~before) != 0) {
+    const int part = std::bit_width(wanted & ~before) - 1;
+    if (Take(list, part, &before)) return part;
   }
   return -1;
 }

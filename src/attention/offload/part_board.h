@@ -1,8 +1,10 @@
-// Lists of units are cut into parts, which several processors claim and finish. CPU workers share
-// the lists of co-attention so (src/attention/offload/co_attention.h).
+// The board on which several processors claim and finish the parts of lists (kernels/list_parts.h).
+// CPU workers share the lists of co-attention so (src/attention/offload/co_attention.h).
 #pragma once
 
 #include <cstdint>
+
+#include "kernels/list_parts.h"
 
 namespace sluice {
 
@@ -12,24 +14,17 @@ struct PartWords {
   uint32_t done = 0;
 };
 
-// A view of the lists of one round. The cut of a list depends on its length alone, so that no
-// result depends on who claims what. Any thread may call these functions.
+// A view of the lists of one round. Any thread may call these functions.
 class PartBoard {
  public:
-  static constexpr int kMostParts = 32;  // bits of a word
-
   // A part is worth having from `least_units` on. `counts` are the units of each list; if it is
   // null, every list is one part, whatever it holds. The arrays are [lists] and outlive the board.
   PartBoard(PartWords* words, const int32_t* counts, int32_t least_units)
       : words_(words), counts_(counts), least_units_(least_units) {}
 
-  // Returns the units of every part of a list of `count` units; the last part may have fewer. It is
-  // `least_units`, or more where that would make too many parts.
-  static int32_t UnitsOfPart(int32_t count, int32_t least_units);
   // Returns the largest number of parts of any list of at most `capacity` units.
   static int MostParts(int32_t capacity, int32_t least_units);
 
-  // A list has 1 to kMostParts parts. An empty one has one, so that somebody answers for it.
   int Parts(int64_t list) const;
   // Entries [begin, end) of a list.
   struct Units {
@@ -41,12 +36,16 @@ class PartBoard {
   // Claims the first part in [begin, end) of the list that nobody has claimed, and returns it, or
   // -1 where there is none. Each part is claimed once in a round.
   int Claim(int64_t list, int begin, int end) const;
+  // Claims the last part of the list that nobody has claimed, likewise.
+  int ClaimLast(int64_t list) const;
   // Says that a claimed part is done, and returns whether it was the last one of its list. Whoever
   // gets true sees everything that others wrote before they finished their parts. If a claimer
   // never finishes, nobody gets true.
   bool Finish(int64_t list, int part) const;
 
  private:
+  bool Take(int64_t list, int part, uint32_t* before) const;
+
   PartWords* const words_;
   const int32_t* const counts_;
   const int32_t least_units_;

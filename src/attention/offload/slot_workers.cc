@@ -45,14 +45,14 @@ absl::StatusOr<std::unique_ptr<SlotWorkers>> SlotWorkers::Create(const Options& 
 SlotWorkers::SlotWorkers(const Options& options, Share share)
     : options_(options),
       share_(std::move(share)),
-      states_(std::make_unique<WorkerState[]>(static_cast<size_t>(options.workers))),
+      states_(std::make_unique<WorkerState[]>(static_cast<size_t>(AllWorkers()))),
       servers_(std::make_unique<std::atomic<uint64_t>[]>(static_cast<size_t>(options.slots))) {
   for (int slot = 0; slot < options_.slots; ++slot) rests_.emplace_back(this, slot);
 }
 
 absl::Status SlotWorkers::Begin() {
   WorkerTeamOptions team;
-  team.mailbox = {options_.channels, options_.workers, options_.slots, options_.deadline};
+  team.mailbox = {options_.channels, AllWorkers(), options_.slots, options_.deadline};
   SLUICE_ASSIGN_OR_RETURN(
       team_, options_.device->NewWorkerTeam(
                  team, [this](int worker, int channel) { return Work(worker, channel); }));
@@ -61,7 +61,8 @@ absl::Status SlotWorkers::Begin() {
 }
 
 void SlotWorkers::Join(int slot) {
-  const uint64_t servers = WorkersLeftFor(slot);
+  uint64_t servers = WorkersLeftFor(slot);
+  if (!common_retired_.load(std::memory_order_relaxed)) servers |= CommonBit() & ~team_->gone();
   servers_[static_cast<size_t>(slot)].store(servers, std::memory_order_relaxed);
   team_->SetServers(slot, servers);
   team_->Reset(slot);
@@ -115,7 +116,7 @@ bool SlotWorkers::AtRest(int slot) const {
 WorkerStatistics SlotWorkers::Statistics() const {
   WorkerStatistics out;
   out.duty = options_.duty;
-  out.workers = options_.workers - std::popcount(team_->gone());
+  out.workers = options_.workers - std::popcount(team_->gone() & ~CommonBit());
   out.failed = team_->failures(MailboxError::kFailed);
   out.left = team_->failures(MailboxError::kLeft);
   out.late = team_->failures(MailboxError::kDeadline);

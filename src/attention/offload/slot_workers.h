@@ -8,6 +8,10 @@
 // missed the deadline may still read the host cache of the sequence that it is working on: until it
 // has come back the slot is not at rest (AtRest), and nothing of the slot may be given to another
 // sequence.
+//
+// There may be a *common* worker, which belongs to no group and serves every slot beside the slot's
+// group, with work of another kind. Its faults end the sequences of all slots. Once it is retired
+// or has left, sequences that join are served by their group alone.
 #pragma once
 
 #include <atomic>
@@ -32,13 +36,14 @@ class SlotWorkers {
     int channels = 1;
     int workers = 1;
     int slots = 0;
-    int groups = 1;  // from 1 to `workers`
+    int groups = 1;                  // from 1 to `workers`
+    bool has_common_worker = false;  // it is worker number `workers`
     absl::Duration deadline = absl::Seconds(1);
     WorkerDuty duty = WorkerDuty::kAttend;
   };
   // Does a worker's share of a round, with the functions of a worker's side below. Returns whether
-  // there was a sequence to serve. An error counts as a failure of the worker, and ABORTED as its
-  // death.
+  // there was a sequence to serve; if so, the time counts as busy. An error counts as a failure of
+  // the worker, and ABORTED as its death.
   using Share = std::function<absl::StatusOr<bool>(int worker, int channel)>;
 
   // Returns the errors of Device::NewWorkerTeam. Workers call `share` for rounds that were raised,
@@ -62,7 +67,8 @@ class SlotWorkers {
   bool AtRest(int slot) const;
   // Returns an event to wait for AtRest. It belongs to the host: no stream records it.
   Event& RestEvent(int slot) { return rests_[static_cast<size_t>(slot)]; }
-  // Any thread.
+  // Returns the statistics of the groups' workers; faults count the common worker's too. Any
+  // thread.
   WorkerStatistics Statistics() const;
 
   // A worker's side, from within its share.
@@ -82,10 +88,12 @@ class SlotWorkers {
     const bool held_;
   };
   bool Owes(int worker) const { return team_->Owes(worker); }
-  // Returns the workers that serve the slot, as bits.
-  uint64_t Servers(int slot) const {
-    return servers_[static_cast<size_t>(slot)].load(std::memory_order_relaxed);
-  }
+  // Returns the workers of a group that serve the slot, as bits.
+  uint64_t Servers(int slot) const { return AllServers(slot) & ~CommonBit(); }
+  // Returns whether the common worker serves the slot.
+  bool CommonServes(int slot) const { return (AllServers(slot) & CommonBit()) != 0; }
+  // Says that the common worker serves no sequence that joins from now on. Any thread.
+  void RetireCommon() { common_retired_.store(true, std::memory_order_relaxed); }
   // Says that the worker reads the host cache of `slot` from now on without holding the round; -1:
   // of none. REQUIRES: it holds the round, unless slot is -1.
   void SetReading(int worker, int slot);
@@ -116,6 +124,13 @@ class SlotWorkers {
 
   SlotWorkers(const Options& options, Share share);
   absl::Status Begin();
+  int AllWorkers() const { return options_.workers + (options_.has_common_worker ? 1 : 0); }
+  uint64_t CommonBit() const {
+    return options_.has_common_worker ? uint64_t{1} << options_.workers : 0;
+  }
+  uint64_t AllServers(int slot) const {
+    return servers_[static_cast<size_t>(slot)].load(std::memory_order_relaxed);
+  }
   uint64_t WorkersLeftFor(int slot) const;
   absl::Status Work(int worker, int channel);
 
@@ -124,7 +139,8 @@ class SlotWorkers {
   std::unique_ptr<WorkerState[]> states_;             // by worker
   std::deque<SlotRest> rests_;                        // by slot
   std::unique_ptr<std::atomic<uint64_t>[]> servers_;  // [slots] workers, as bits
-  std::unique_ptr<WorkerTeam> team_;                  // last: its threads use all members above
+  std::atomic<bool> common_retired_{false};
+  std::unique_ptr<WorkerTeam> team_;  // last: its threads use all members above
 };
 
 }  // namespace sluice

@@ -19,7 +19,7 @@ TEST_CASE("the parts of a list cover it once, in order, and are equal up to the 
       PartWords words;
       const PartBoard board(&words, &count, least);
       const int parts = board.Parts(0);
-      const int32_t units = PartBoard::UnitsOfPart(count, least);
+      const int32_t units = kernels::UnitsOfPart(count, least);
       REQUIRE(parts >= 1);
       REQUIRE(parts <= PartBoard::MostParts(std::max(count, 1), least));
       REQUIRE(units == std::max(least, (count + 31) / 32));
@@ -155,11 +155,11 @@ TEST_CASE(
   for (int round = 0; round < 50; ++round) {
     std::vector<PartWords> words(kLists);
     const PartBoard board(words.data(), counts.data(), 1);
-    std::vector<int> results(size_t{kLists} * PartBoard::kMostParts);
+    std::vector<int> results(size_t{kLists} * kernels::kMostListParts);
     std::atomic<int> ends{0}, wrong{0};
     const auto work = [&] {
       for (int list = 0; list < kLists; ++list) {
-        int* const of_list = results.data() + size_t{PartBoard::kMostParts} * list;
+        int* const of_list = results.data() + size_t{kernels::kMostListParts} * list;
         for (int part; (part = board.Claim(list, 0, board.Parts(list))) >= 0;) {
           ++of_list[part];
           if (!board.Finish(list, part)) continue;
