@@ -14,6 +14,7 @@
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
+#include "kernels/pull_params.h"
 #include "kernels/sparse_params.h"
 
 namespace sluice::kernels {
@@ -74,6 +75,9 @@ struct KernelTable {
   void (*select_union)(const SelectUnionParams&, Worker);
   void (*segment_lists)(const SegmentListsParams&, Worker);
   void (*divide_lists)(const DivideListsParams&, Worker);
+  // Parts of lists that a device pulls (kernels/pull_params.h). Worker 0 alone is all the pullers.
+  void (*pull_attention)(const PullAttentionParams&, Worker);
+  void (*merge_parts)(const MergePartsParams&, Worker);
   // Latent attention and experts (kernels/latent_params.h). Where a second phase is named, all
   // workers finish the first before any begins the second.
   void (*latent_append)(const LatentAppendParams&, Worker);

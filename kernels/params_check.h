@@ -10,6 +10,7 @@
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
+#include "kernels/pull_params.h"
 #include "kernels/sparse_params.h"
 
 namespace sluice::kernels {
@@ -68,6 +69,10 @@ SLUICE_PLAIN_PARAMS(LevelScoresParams, 296);
 SLUICE_PLAIN_PARAMS(SelectUnionParams, 96);
 SLUICE_PLAIN_PARAMS(SegmentListsParams, 224);
 SLUICE_PLAIN_PARAMS(DivideListsParams, 104);
+SLUICE_PLAIN_PARAMS(PullAsk, 64);
+SLUICE_PLAIN_PARAMS(PullGrant, 64);
+SLUICE_PLAIN_PARAMS(PullAttentionParams, 256);
+SLUICE_PLAIN_PARAMS(MergePartsParams, 72);
 SLUICE_PLAIN_PARAMS(PagedLatents, 48);
 SLUICE_PLAIN_PARAMS(PagedIndexKeys, 40);
 SLUICE_PLAIN_PARAMS(LatentAppendParams, 176);

@@ -13,6 +13,8 @@
 
 namespace sluice::kernels {
 
+inline constexpr int32_t kMostPullers = 128;
+
 // The word of a puller: how many parts it has asked for since the words were made. It stays from
 // one launch to the next, since a recorded program writes the same constants each time.
 struct alignas(64) PullAsk {
@@ -35,12 +37,12 @@ struct alignas(64) PullGrant {
 // puller asks for nothing more in this launch; after a missed deadline it writes 1 to *missed
 // first. Results of parts that were granted to it are written all the same.
 struct PullAttentionParams {
-  // Lists, cache, queries, scale and rows, as in SparseAttention. `o`, `lse` and `places` are
-  // ignored; kv_head_begin is 0, kv_head_end the number of KV heads.
+  // Lists, cache, queries, scale and rows, as in SparseAttention. `units` is not null; `o`, `lse`,
+  // `places` and `wanted` are ignored; kv_head_begin is 0, kv_head_end the number of KV heads.
   SparseAttentionParams attention;
   int32_t least_units;  // of a part (UnitsOfPart)
   int32_t most_parts;   // >= the parts of every list, at most kMostListParts
-  int32_t pullers;
+  int32_t pullers;      // at most kMostPullers
   PullAsk* asks;            // [pullers] pinned, written by the device
   const PullGrant* grants;  // [pullers] pinned, written by the host
   const uint32_t* closed;   // pinned, written by the host

@@ -2,6 +2,7 @@
 // this.
 #pragma once
 
+#include "kernels/cpu/pull.h"
 #include "kernels/kernel_table.h"
 
 namespace sluice::kernels::cpu {

@@ -66,6 +66,7 @@ const KernelTable& AmxTable() {
     t.linear = cpu::LinearAmx;
     t.attention = cpu::AttentionAmx;
     t.sparse_attention = cpu::SparseAttentionAmx;
+    t.pull_attention = cpu::PullAttention<cpu::SparseAttentionAmx>;
     t.head_linear = cpu::HeadLinearAmx;
     t.expert_linear = cpu::ExpertLinearAmx;
     t.sparse_mla = cpu::SparseMlaAmx;

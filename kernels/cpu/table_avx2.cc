@@ -160,6 +160,8 @@ const KernelTable& Avx2Table() {
       .select_union = SelectUnion,
       .segment_lists = SegmentLists,
       .divide_lists = DivideLists,
+      .pull_attention = PullAttention<SparseAttention<SimdAttention<Avx2>>>,
+      .merge_parts = MergeParts,
       .latent_append = LatentAppend<Avx2>,
       .index_append = IndexAppend<Avx2>,
       .index_query = IndexQuery<Avx2>,

@@ -73,6 +73,8 @@ const KernelTable& Avx512Bf16Table() {
       .select_union = SelectUnion,
       .segment_lists = SegmentLists,
       .divide_lists = DivideLists,
+      .pull_attention = PullAttention<SparseAttention<SimdAttention<Avx512>>>,
+      .merge_parts = MergeParts,
       .latent_append = LatentAppend<Avx512>,
       .index_append = IndexAppend<Avx512>,
       .index_query = IndexQuery<Avx512>,

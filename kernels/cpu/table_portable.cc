@@ -126,6 +126,8 @@ const KernelTable& PortableTable() {
       .select_union = SelectUnion,
       .segment_lists = SegmentLists,
       .divide_lists = DivideLists,
+      .pull_attention = PullAttention<SparseAttention<SimdAttention<Portable>>>,
+      .merge_parts = MergeParts,
       .latent_append = LatentAppend<Portable>,
       .index_append = IndexAppend<Portable>,
       .index_query = IndexQuery<Portable>,

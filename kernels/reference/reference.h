@@ -47,6 +47,7 @@ void LevelScores(const LevelScoresParams& p, Worker worker);
 void SelectUnion(const SelectUnionParams& p, Worker worker);
 void SegmentLists(const SegmentListsParams& p, Worker worker);
 void DivideLists(const DivideListsParams& p, Worker worker);
+void MergeParts(const MergePartsParams& p, Worker worker);
 void LatentAppend(const LatentAppendParams& p, Worker worker);
 void IndexAppend(const IndexAppendParams& p, Worker worker);
 void IndexQuery(const IndexQueryParams& p, Worker worker);

@@ -1,3 +1,4 @@
+#include "kernels/cpu/pull.h"
 #include "kernels/reference/reference.h"
 
 namespace sluice::kernels::reference {
@@ -47,6 +48,8 @@ const KernelTable& Table() {
       .select_union = SelectUnion,
       .segment_lists = SegmentLists,
       .divide_lists = DivideLists,
+      .pull_attention = cpu::PullAttention<SparseAttention>,
+      .merge_parts = MergeParts,
       .latent_append = LatentAppend,
       .index_append = IndexAppend,
       .index_query = IndexQuery,

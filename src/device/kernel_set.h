@@ -14,6 +14,7 @@
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
+#include "kernels/pull_params.h"
 #include "kernels/sparse_params.h"
 #include "kernels/weight_formula.h"
 #include "src/base/dtype.h"
@@ -126,6 +127,9 @@ class KernelSet {
   virtual void SelectUnion(Stream& stream, const kernels::SelectUnionParams& params) = 0;
   virtual void SegmentLists(Stream& stream, const kernels::SegmentListsParams& params) = 0;
   virtual void DivideLists(Stream& stream, const kernels::DivideListsParams& params) = 0;
+  // Parts of lists that the device pulls (kernels/pull_params.h).
+  virtual void PullAttention(Stream& stream, const kernels::PullAttentionParams& params) = 0;
+  virtual void MergeParts(Stream& stream, const kernels::MergePartsParams& params) = 0;
 
   // Latent attention and experts (kernels/latent_params.h).
   //

@@ -95,6 +95,8 @@ class NoKernels : public KernelSet {
   void SelectUnion(Stream&, const kernels::SelectUnionParams&) override {}
   void SegmentLists(Stream&, const kernels::SegmentListsParams&) override {}
   void DivideLists(Stream&, const kernels::DivideListsParams&) override {}
+  void PullAttention(Stream&, const kernels::PullAttentionParams&) override {}
+  void MergeParts(Stream&, const kernels::MergePartsParams&) override {}
   void LatentAppend(Stream&, const kernels::LatentAppendParams&) override {}
   void IndexAppend(Stream&, const kernels::IndexAppendParams&) override {}
   void IndexQuery(Stream&, const kernels::IndexQueryParams&) override {}

@@ -1,10 +1,12 @@
-// The parts of LaunchAttention (attention.cu), each over some of the rows, and of
-// LaunchSparseAttention (sparse_attention.cu). The caller has validated the shapes.
+// The parts of LaunchAttention (attention.cu), each over some of the rows, of LaunchSparseAttention
+// (sparse_attention.cu) and of LaunchPullAttention (pull_attention.cu). The caller has validated
+// the shapes.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "kernels/params.h"
+#include "kernels/pull_params.h"
 #include "kernels/sparse_params.h"
 
 namespace sluice::kernels::cuda {
@@ -25,5 +27,8 @@ cudaError_t LaunchPlainAttention(const AttentionParams& p, cudaStream_t stream);
 
 // Computes all of p's lists, in any shape that LaunchSparseAttention takes.
 cudaError_t LaunchPlainSparseAttention(const SparseAttentionParams& p, cudaStream_t stream);
+
+// Does PullAttention in any shape that LaunchPullAttention takes.
+cudaError_t LaunchPlainPullAttention(const PullAttentionParams& p, cudaStream_t stream);
 
 }  // namespace sluice::kernels::cuda

@@ -1,10 +1,12 @@
-// Attention for every shape of the contracts, dense and over lists, in float32, with one block
-// per (row, query head). It reads the cache once per query head, and serves only shapes that no
-// large served model has.
+// Attention for every shape of the contracts, dense, over lists and over parts that are pulled, in
+// float32. A block computes one query head of a row at a time. It reads the cache once per query
+// head, and serves only shapes that no large served model has.
 #include "kernels/cuda/attention/attention_internal.h"
 #include "kernels/cuda/attention/attention_plan.cuh"
+#include "kernels/cuda/attention/pull_dialogue.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/paged_rows.cuh"
+#include "kernels/pull_part.h"
 #include "kernels/unit_list.h"
 
 namespace sluice::kernels::cuda {
@@ -72,23 +74,21 @@ __device__ void WriteRow(const Results& results, int dim, int64_t item, const So
   }
 }
 
-// Chunks of 32 tokens go to the warps in turn. A lane scores one token, then holds a part of o.
+struct PlainShared {
+  float query[kMaxHeadDim];
+  float sums[kWarps][kMaxHeadDim];
+  Softmax states[kWarps];
+};
+
+// Chunks of 32 tokens go to the warps in turn. A lane scores one token, then holds a part of o. All
+// threads of the block call it, and may do so again with the same memory.
 template <typename T, typename Params>
-__global__ void __launch_bounds__(32 * kWarps)
-    PlainKernel(const __grid_constant__ Params p, int first_head) {
-  __shared__ float query[kMaxHeadDim];
-  __shared__ float sums[kWarps][kMaxHeadDim];
-  __shared__ Softmax states[kWarps];
-  const int row = static_cast<int>(blockIdx.x);
-  const int head = first_head + static_cast<int>(blockIdx.y);
+__device__ __forceinline__ void AttendHead(const Params& p, int row, int head,
+                                           PlainShared& shared) {
+  auto& [query, sums, states] = shared;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const PagedCache& c = p.cache;
   const int dim = c.head_dim, kv_head = head / (p.heads / c.kv_heads);
-  WaitForPriorKernels();
-  LetNextKernelStart();
-  if constexpr (requires { p.wanted; }) {
-    if (p.wanted != nullptr && p.wanted[int64_t{row} * c.kv_heads + kv_head] == 0) return;
-  }
   for (int i = static_cast<int>(threadIdx.x); i < dim; i += 32 * kWarps) {
     query[i] = p.q[row * p.q_stride + int64_t{head} * dim + i] * (p.scale * kLog2E);
   }
@@ -143,6 +143,45 @@ __global__ void __launch_bounds__(32 * kWarps)
       : WriteRow<__nv_bfloat16>(results, dim, item, state, o, tokens == 0);
 }
 
+template <typename T, typename Params>
+__global__ void __launch_bounds__(32 * kWarps)
+    PlainKernel(const __grid_constant__ Params p, int first_head) {
+  __shared__ PlainShared shared;
+  const int row = static_cast<int>(blockIdx.x);
+  const int head = first_head + static_cast<int>(blockIdx.y);
+  WaitForPriorKernels();
+  LetNextKernelStart();
+  if constexpr (requires { p.wanted; }) {
+    const int list = row * p.cache.kv_heads + head / (p.heads / p.cache.kv_heads);
+    if (p.wanted != nullptr && p.wanted[list] == 0) return;
+  }
+  AttendHead<T>(p, row, head, shared);
+}
+
+// A block is a puller. The block's barriers in AttendHead() stand between the reads of `part` and
+// its next value.
+template <typename T>
+__global__ void __launch_bounds__(32 * kWarps)
+    PlainPullKernel(const __grid_constant__ PullAttentionParams p) {
+  __shared__ PlainShared shared;
+  __shared__ PulledPart part;
+  WaitForPriorKernels();
+  PullDialogue dialogue(p, static_cast<int>(blockIdx.x));
+  if (threadIdx.x == 0) dialogue.Begin();
+  while (true) {
+    if (threadIdx.x == 0) part = dialogue.Next();
+    __syncthreads();
+    const PulledPart now = part;
+    if (now.list < 0) return;
+    const PartUnits units = UnitsOfPart(p, now.list, now.part);
+    const SparseAttentionParams attention = AttentionOfPart(p, now.list, now.part, units);
+    for (int head = 0; head < attention.heads; ++head) {
+      AttendHead<T>(attention, 0, head, shared);
+    }
+    if (threadIdx.x == 0) TakePart(p, now);
+  }
+}
+
 template <typename Params>
 cudaError_t Launch(const Params& p, int first_head, int heads, cudaStream_t stream) {
   const auto kernel = p.cache.type == DType::kFloat32 ? PlainKernel<float, Params>
@@ -159,6 +198,13 @@ cudaError_t LaunchPlainAttention(const AttentionParams& p, cudaStream_t stream) 
 cudaError_t LaunchPlainSparseAttention(const SparseAttentionParams& p, cudaStream_t stream) {
   const int group = p.heads / p.cache.kv_heads;
   return Launch(p, p.kv_head_begin * group, (p.kv_head_end - p.kv_head_begin) * group, stream);
+}
+
+cudaError_t LaunchPlainPullAttention(const PullAttentionParams& p, cudaStream_t stream) {
+  const auto kernel = p.attention.cache.type == DType::kFloat32 ? PlainPullKernel<float>
+                                                                : PlainPullKernel<__nv_bfloat16>;
+  return LaunchKernel(kernel, dim3(static_cast<unsigned>(p.pullers)), dim3(32 * kWarps), 0, stream,
+                      p);
 }
 
 }  // namespace sluice::kernels::cuda

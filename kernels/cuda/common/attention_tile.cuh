@@ -42,6 +42,11 @@ __device__ __forceinline__ void PublishToAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// As above, for accesses to the shared memory of any block of the cluster.
+__device__ __forceinline__ void PublishClusterToAsyncProxy() {
+  asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
+}
+
 __device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -13,6 +13,7 @@
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
+#include "kernels/pull_params.h"
 #include "kernels/sparse_params.h"
 #include "kernels/weight_formula.h"
 
@@ -90,6 +91,8 @@ cudaError_t LaunchLevelScores(const LevelScoresParams& params, cudaStream_t stre
 cudaError_t LaunchSelectUnion(const SelectUnionParams& params, cudaStream_t stream);
 cudaError_t LaunchSegmentLists(const SegmentListsParams& params, cudaStream_t stream);
 cudaError_t LaunchDivideLists(const DivideListsParams& params, cudaStream_t stream);
+cudaError_t LaunchPullAttention(const PullAttentionParams& params, cudaStream_t stream);
+cudaError_t LaunchMergeParts(const MergePartsParams& params, cudaStream_t stream);
 cudaError_t LaunchLatentAppend(const LatentAppendParams& params, cudaStream_t stream);
 cudaError_t LaunchIndexAppend(const IndexAppendParams& params, cudaStream_t stream);
 cudaError_t LaunchIndexQuery(const IndexQueryParams& params, cudaStream_t stream);

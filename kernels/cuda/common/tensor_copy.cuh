@@ -137,4 +137,17 @@ __device__ __forceinline__ float4 LoadFromBlock(uint32_t shared, int rank) {
   return v;
 }
 
+// Stores two words to the shared memory of block `rank`, as LoadFromBlock() loads. The block has
+// begun, which a barrier of the cluster says.
+__device__ __forceinline__ void StoreToBlock(uint32_t shared, int rank, int2 v) {
+  asm volatile(
+      "{\n"
+      ".reg .u32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.v2.s32 [remote], {%2, %3};\n"
+      "}\n" ::"r"(shared),
+      "r"(rank), "r"(v.x), "r"(v.y)
+      : "memory");
+}
+
 }  // namespace sluice::kernels::cuda

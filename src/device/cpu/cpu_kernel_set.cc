@@ -177,6 +177,12 @@ class CpuKernelSet : public KernelSet {
   void DivideLists(Stream& s, const kernels::DivideListsParams& p) override {
     Launch(s, "divide_lists", table_.divide_lists, p, kAnyLength);
   }
+  void PullAttention(Stream& s, const kernels::PullAttentionParams& p) override {
+    Launch(s, "pull_attention", table_.pull_attention, p, 0);  // one worker does it all
+  }
+  void MergeParts(Stream& s, const kernels::MergePartsParams& p) override {
+    Launch(s, "merge_parts", table_.merge_parts, p, kAnyLength);
+  }
   void CopyRows(Stream& s, const kernels::CopyRowsParams& p) override {
     int64_t words = 0;
     for (int32_t i = 0; i < p.count; ++i) {

@@ -177,6 +177,12 @@ class CudaKernelSet : public KernelSet {
   void DivideLists(Stream& s, const kernels::DivideListsParams& p) override {
     Launch(s, cuda::LaunchDivideLists, p, "a division of lists");
   }
+  void PullAttention(Stream& s, const kernels::PullAttentionParams& p) override {
+    Launch(s, cuda::LaunchPullAttention, p, "attention over parts that are pulled");
+  }
+  void MergeParts(Stream& s, const kernels::MergePartsParams& p) override {
+    Launch(s, cuda::LaunchMergeParts, p, "a merge of parts");
+  }
 
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                 int64_t capacity) const override {
