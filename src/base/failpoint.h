@@ -85,6 +85,11 @@
     "its sequences end with INTERNAL, reason WORKER_FAILED; the others go on, to the bit")       \
   F(kAttentionWorkerExit, "attention.worker_exit", kFault, "a CPU attention worker dies",        \
     "its sequences end with WORKER_FAILED too; the remaining workers serve later sequences")     \
+  F(kAttentionArbiter, "attention.arbiter", kFault,                                              \
+    "the arbiter of parts that a GPU pulls fails, or is late (policy fluxion)",                  \
+    "all sequences end with WORKER_FAILED; the CPU workers alone serve later ones")              \
+  F(kAttentionArbiterExit, "attention.arbiter_exit", kFault, "that arbiter dies",                \
+    "all sequences end with WORKER_FAILED; the CPU workers alone serve later ones")              \
   F(kAttentionWarmUp, "attention.warm_up", kFault,                                               \
     "the warm-up copy of a sequence to HBM is lost, or late (policy ess)",                       \
     "the sequence ends with INTERNAL, reason TRANSFER_FAILED, or starts late; no other waits")   \

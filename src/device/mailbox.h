@@ -119,6 +119,9 @@ class Mailbox {
   }
   // Returns the workers that have left, as bits.
   uint64_t gone() const { return gone_.load(std::memory_order_acquire); }
+  // Returns the workers that missed a deadline and have not polled since, as bits. Every sequence
+  // that they serve has an error in each round until they do.
+  uint64_t late() const { return late_.load(std::memory_order_acquire); }
 
   int channels() const { return options_.channels; }
   int workers() const { return options_.workers; }

@@ -26,6 +26,7 @@ class MailboxWorkers : public WorkerTeam {
   void Reset(int slot) override { mailbox_->Reset(slot); }
   int64_t failures(MailboxError error) const override { return mailbox_->failures(error); }
   uint64_t gone() const override { return mailbox_->gone(); }
+  uint64_t late() const override { return mailbox_->late(); }
 
  private:
   const std::unique_ptr<Mailbox> mailbox_;

@@ -56,6 +56,8 @@ class WorkerTeam {
   virtual int64_t failures(MailboxError error) const = 0;
   // Returns the workers that have left for good, as bits.
   virtual uint64_t gone() const = 0;
+  // Returns the workers that are late, as in Mailbox; on a device that has a single thread none is.
+  virtual uint64_t late() const { return 0; }
 
   WorkerTeam(const WorkerTeam&) = delete;
   WorkerTeam& operator=(const WorkerTeam&) = delete;

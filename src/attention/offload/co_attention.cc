@@ -7,6 +7,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/pull_share.h"
 #include "src/attention/offload/worker_share.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -19,8 +20,9 @@ constexpr int kSides = 2;
 
 class CoAttentionImpl : public CoAttention {
  public:
-  CoAttentionImpl(const Options& options, Buffer memory)
-      : options_(options), memory_(std::move(memory)) {
+  // `pull` is null if the device takes no parts.
+  CoAttentionImpl(const Options& options, Buffer memory, std::unique_ptr<PullShare> pull)
+      : options_(options), memory_(std::move(memory)), pull_(std::move(pull)) {
     CoAttentionMemory carve(options_, memory_.as<std::byte>());
     for (CoAttentionSide& side : sides_) side = carve.Side();
     counts_ = carve.Counts();
@@ -42,6 +44,7 @@ class CoAttentionImpl : public CoAttention {
     workers.workers = options_.workers;
     workers.slots = options_.slots;
     workers.groups = CoAttentionGroups(options_);
+    workers.has_common_worker = pull_ != nullptr;
     workers.deadline = options_.deadline;
     SLUICE_ASSIGN_OR_RETURN(workers_, SlotWorkers::Create(workers, [this](int worker, int channel) {
                               return Work(worker, channel);
@@ -96,6 +99,15 @@ class CoAttentionImpl : public CoAttention {
     options_.device->kernels().CopyRows(stream, bring);
   }
 
+  void Pull(Stream& stream, const kernels::SparseAttentionParams& attention) override {
+    SLUICE_CHECK(pull_ != nullptr && attention.rows <= options_.max_rows &&
+                 attention.capacity == options_.capacity);
+    pull_->Enqueue(stream, attention);
+  }
+  int64_t PulledTokens(int channel) const override {
+    return pull_ == nullptr ? 0 : pull_->tokens(channel);
+  }
+
   SlotWorkers& workers() override { return *workers_; }
 
  private:
@@ -126,11 +138,21 @@ class CoAttentionImpl : public CoAttention {
   }
 
   absl::StatusOr<bool> Work(int worker, int channel) {
+    if (worker == options_.workers) return Arbitrate(channel);
     if (channel >= options_.layers) return options_.other_share(worker, channel - options_.layers);
     WorkerShare& share = shares_[static_cast<size_t>(worker)];
+    if (pull_ != nullptr) pull_->CloseIfMissed(*workers_);
     SLUICE_ASSIGN_OR_RETURN(const bool served, Serve(worker, channel, share));
     if (served) workers_->SetTokens(worker, share.tokens());
     return served;
+  }
+
+  // The arbiter waits for others most of the time, which is no time that a worker is busy.
+  absl::StatusOr<bool> Arbitrate(int channel) {
+    if (channel < options_.layers) {
+      SLUICE_RETURN_IF_ERROR(pull_->Arbitrate(*workers_, channel, side(channel), BoardOf(channel)));
+    }
+    return false;
   }
 
   // Returns whether there was a sequence to serve. A worker holds the round when it claims a part
@@ -201,6 +223,7 @@ class CoAttentionImpl : public CoAttention {
 
   const Options options_;
   const Buffer memory_;
+  const std::unique_ptr<PullShare> pull_;
   CoAttentionSide sides_[kSides];
   std::unique_ptr<float[]> part_results_[kSides];
   int32_t* counts_ = nullptr;  // [max_rows + 1] 0, 1, ...: a stream copies its row count from here
@@ -237,7 +260,11 @@ absl::StatusOr<std::unique_ptr<CoAttention>> CoAttention::Create(const Options& 
   SLUICE_ASSIGN_OR_RETURN(Buffer memory, options.device->Allocate(
                                              MemoryKind::kPinned, CoAttentionMemory::Bytes(options),
                                              "requests to CPU workers and their answers"));
-  auto out = std::make_unique<CoAttentionImpl>(options, std::move(memory));
+  std::unique_ptr<PullShare> pull;
+  if (options.pullers > 0) {
+    SLUICE_ASSIGN_OR_RETURN(pull, PullShare::Create(options));
+  }
+  auto out = std::make_unique<CoAttentionImpl>(options, std::move(memory), std::move(pull));
   SLUICE_RETURN_IF_ERROR(out->Begin());
   return out;
 }

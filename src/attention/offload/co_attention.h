@@ -19,6 +19,20 @@
 // The results of parts take max_rows * heads * (head_dim + 1) floats of host memory for each part
 // that a list may have, twice, of which only what has been used is resident: 16 rows of 32 heads of
 // 128 and 32 parts are 2 x 8.5 MB.
+//
+// Pull. With `pullers` the device takes parts of the same lists while the round goes on, over the
+// link (kernels/pull_params.h). Pull enqueues this share, between Start and Finish, and its answer
+// is beside that of the workers, where a part of the device counts as empty. Whoever is fast does
+// more, so the bits of both answers follow timing. A worker beside the others, the *arbiter*,
+// claims parts for the device; no group counts it. One channel is under way at a time then: Start
+// comes after Finish and Pull of the channel before, in every order that the streams allow.
+//
+// If the arbiter dies, fails or misses the deadline, or the device waits for it as long as that,
+// all sequences of the round end, and the device takes no more parts, ever: numbers that the two
+// sides exchange may no longer agree. In later rounds the workers do everything. A step in which
+// the device waits takes two deadlines at most.
+//
+// The device's results of parts take as much device memory as one of the two above: 8.5 MB there.
 #pragma once
 
 #include <memory>
@@ -85,6 +99,9 @@ class CoAttention {
     // of more than 32 such parts has larger ones. It is part of what a result's bits depend on, so
     // only tests and benches set it.
     int64_t part_bytes = 256 << 10;
+    // Groups of the device's threads that take parts; 0: the device takes none, and Pull is not
+    // called. The arbiter is one more thread, so that `workers` is below Mailbox::kMaxWorkers.
+    int pullers = 0;
     // Rounds of another kind, which the same workers serve: on channels [layers, layers +
     // other_channels) they call `other_share(worker, channel - layers)`.
     int other_channels = 0;
@@ -93,6 +110,9 @@ class CoAttention {
     // ignored.
     Source* source = nullptr;
   };
+  // INVALID_ARGUMENT: a shape is not above 0, or there are pullers and a source; UNIMPLEMENTED:
+  // there are pullers and the device is simulated, or the kernels lack an operator;
+  // RESOURCE_EXHAUSTED: there is no memory. Further errors are those of Device::NewWorkerTeam.
   static absl::StatusOr<std::unique_ptr<CoAttention>> Create(const Options& options);
   virtual ~CoAttention() = default;
 
@@ -105,6 +125,15 @@ class CoAttention {
   // and `rows` are as at Start. The results of padded rows are left as they are.
   virtual void Finish(Stream& stream, int channel, const int32_t* slots, int rows, float* o,
                       float* lse) = 0;
+
+  // Makes the device take parts of the lists of the request that was posted last. `attention` is
+  // that request as the device sees it: its queries, the same lists, the layer's host cache with a
+  // table of the device, and where its answer goes (o, lse), in device memory. REQUIRES: there are
+  // pullers, and the stream is after Start; what reads the answers comes after Pull and Finish.
+  virtual void Pull(Stream& stream, const kernels::SparseAttentionParams& attention) = 0;
+  // Returns the tokens of the parts that the device was given on this channel since it was made;
+  // the newest unit counts as a whole one. Any thread.
+  virtual int64_t PulledTokens(int channel) const = 0;
 
   // Returns the workers, with which every sequence must Join.
   virtual SlotWorkers& workers() = 0;

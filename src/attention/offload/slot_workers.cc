@@ -62,7 +62,9 @@ absl::Status SlotWorkers::Begin() {
 
 void SlotWorkers::Join(int slot) {
   uint64_t servers = WorkersLeftFor(slot);
-  if (!common_retired_.load(std::memory_order_relaxed)) servers |= CommonBit() & ~team_->gone();
+  if (!common_retired_.load(std::memory_order_relaxed)) {
+    servers |= CommonBit() & ~team_->gone() & ~team_->late();
+  }
   servers_[static_cast<size_t>(slot)].store(servers, std::memory_order_relaxed);
   team_->SetServers(slot, servers);
   team_->Reset(slot);

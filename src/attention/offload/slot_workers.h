@@ -10,8 +10,8 @@
 // sequence.
 //
 // There may be a *common* worker, which belongs to no group and serves every slot beside the slot's
-// group, with work of another kind. Its faults end the sequences of all slots. Once it is retired
-// or has left, sequences that join are served by their group alone.
+// group, with work of another kind. Its faults end the sequences that it serves. Once it is retired
+// or has left, and while it is late, sequences that join are served by their group alone.
 #pragma once
 
 #include <atomic>

@@ -65,12 +65,46 @@ int CoAttentionMostParts(const CoAttention::Options& options) {
   return PartBoard::MostParts(options.capacity, CoAttentionPartUnits(options, largest));
 }
 
-WorkerShare::WorkerShare(const CoAttention::Options& options)
-    : options_(options),
+PartAnswers::PartAnswers(const CoAttention::Options& options)
+    : kernels_(options.kernels),
       heads_(options.kv_heads),
       group_(options.heads / options.kv_heads),
-      group_floats_(group_ * options.head_dim),
-      most_parts_(CoAttentionMostParts(options)),
+      head_dim_(options.head_dim),
+      most_parts_(CoAttentionMostParts(options)) {}
+
+PartAnswers::Place PartAnswers::PlaceOf(const CoAttentionSide& answer,
+                                        const CoAttentionPart& part) const {
+  if (part.parts == 1) {
+    const int64_t at = part.row.slot * heads_ + part.head;
+    return {answer.o + at * group_floats(), answer.lse + at * group_};
+  }
+  const int64_t at = part.list * most_parts_ + part.part;
+  return {answer.part_o + at * group_floats(), answer.part_lse + at * group_};
+}
+
+void PartAnswers::Finish(const PartBoard& board, const CoAttentionSide& answer,
+                         const CoAttentionPart& part) const {
+  if (!board.Finish(part.list, part.part) || part.parts == 1) return;
+  const int64_t from = part.list * most_parts_;
+  const int64_t to = part.row.slot * heads_ + part.head;
+  kernels::MergeParams p{};
+  p.o = answer.part_o + from * group_floats();
+  p.lse = answer.part_lse + from * group_;
+  p.out = answer.o + to * group_floats();
+  p.out_lse = answer.lse + to * group_;
+  p.parts = part.parts;
+  p.rows = 1;
+  p.heads = static_cast<int32_t>(group_);
+  p.head_dim = head_dim_;
+  p.out_type = kernels::DType::kFloat32;
+  kernels_->merge(p, {0, 1});
+}
+
+WorkerShare::WorkerShare(const CoAttention::Options& options)
+    : options_(options),
+      answers_(options),
+      heads_(options.kv_heads),
+      group_floats_(answers_.group_floats()),
       q_(static_cast<size_t>(options.heads) * static_cast<size_t>(options.head_dim)),
       o_(q_.size()),
       lse_(static_cast<size_t>(options.heads)),
@@ -211,7 +245,7 @@ void WorkerShare::TakeUnits(const CoAttentionSide& request, const ChannelHome& h
 void WorkerShare::Compute(const ChannelHome& home) {
   if (count_ == 0) {
     std::fill_n(o_.begin() + part_.head * group_floats_, group_floats_, 0.0f);
-    std::fill_n(lse_.begin() + part_.head * group_, group_,
+    std::fill_n(lse_.begin() + part_.head * answers_.group(), answers_.group(),
                 -std::numeric_limits<float>::infinity());
     return;
   }
@@ -251,37 +285,12 @@ CoAttention::Task WorkerShare::TaskOf() {
   return task;
 }
 
-void WorkerShare::GiveTo(float* o, float* lse) const {
-  std::copy_n(o_.begin() + part_.head * group_floats_, group_floats_, o);
-  std::copy_n(lse_.begin() + part_.head * group_, group_, lse);
-}
-
 void WorkerShare::Give(const PartBoard& board, const CoAttentionSide& answer) {
-  if (part_.parts == 1) {
-    const int64_t at = part_.row.slot * heads_ + part_.head;
-    GiveTo(answer.o + at * group_floats_, answer.lse + at * group_);
-  } else {
-    const int64_t at = part_.list * most_parts_ + part_.part;
-    GiveTo(answer.part_o + at * group_floats_, answer.part_lse + at * group_);
-  }
+  const PartAnswers::Place to = answers_.PlaceOf(answer, part_);
+  std::copy_n(o_.begin() + part_.head * group_floats_, group_floats_, to.o);
+  std::copy_n(lse_.begin() + part_.head * answers_.group(), answers_.group(), to.lse);
   tokens_ += int64_t{count_} * options_.unit_tokens;
-  if (board.Finish(part_.list, part_.part) && part_.parts > 1) Merge(answer);
-}
-
-void WorkerShare::Merge(const CoAttentionSide& answer) const {
-  const int64_t from = part_.list * most_parts_;
-  const int64_t to = part_.row.slot * heads_ + part_.head;
-  kernels::MergeParams p{};
-  p.o = answer.part_o + from * group_floats_;
-  p.lse = answer.part_lse + from * group_;
-  p.out = answer.o + to * group_floats_;
-  p.out_lse = answer.lse + to * group_;
-  p.parts = part_.parts;
-  p.rows = 1;
-  p.heads = static_cast<int32_t>(group_);
-  p.head_dim = options_.head_dim;
-  p.out_type = kernels::DType::kFloat32;
-  options_.kernels->merge(p, {0, 1});
+  answers_.Finish(board, answer, part_);
 }
 
 }  // namespace sluice

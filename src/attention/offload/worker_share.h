@@ -1,5 +1,5 @@
 // The memory that CPU workers read and write in co-attention, and one worker's share of the work.
-// Only co_attention.cc uses it.
+// Only co_attention.cc and pull_share.cc use it.
 #pragma once
 
 #include <cstddef>
@@ -62,6 +62,48 @@ int32_t CoAttentionPartUnits(const CoAttention::Options& options, int64_t elemen
 // Returns the largest number of parts of a list, whatever the type of the cache.
 int CoAttentionMostParts(const CoAttention::Options& options);
 
+// A row of a request.
+struct CoAttentionRow {
+  int32_t row = 0;
+  int32_t slot = 0;
+  int32_t position = 0;
+  uint64_t servers = 0;  // workers, as bits
+};
+// A part of the list of a (row, KV head).
+struct CoAttentionPart {
+  CoAttentionRow row;
+  int head = 0;
+  int64_t list = 0;  // in the request
+  int part = 0;
+  int parts = 1;  // of the list
+};
+
+// The way from the results of parts to the answer.
+class PartAnswers {
+ public:
+  explicit PartAnswers(const CoAttention::Options& options);
+  // The place of a part's results, which is in the answer itself if its list has no other part.
+  struct Place {
+    float* o;    // [group][head_dim]
+    float* lse;  // [group]
+  };
+  Place PlaceOf(const CoAttentionSide& answer, const CoAttentionPart& part) const;
+  // Says that the part's results are in their place. If the part was the last one of its list, all
+  // of them are merged into the answer.
+  void Finish(const PartBoard& board, const CoAttentionSide& answer,
+              const CoAttentionPart& part) const;
+
+  int64_t group() const { return group_; }  // query heads per KV head
+  int64_t group_floats() const { return group_ * head_dim_; }
+
+ private:
+  const kernels::KernelTable* kernels_;
+  int64_t heads_;  // KV heads
+  int64_t group_;
+  int32_t head_dim_;
+  int64_t most_parts_;
+};
+
 // One worker's share of a round, in memory of its own. The worker attends to a copy of the request
 // and to a list of the pages that a copied part of a list stands for, and its results lie here
 // until they are given. So a late worker touches no requests, tables or answers that belong to
@@ -72,20 +114,8 @@ class WorkerShare {
   explicit WorkerShare(const CoAttention::Options& options);
   WorkerShare(WorkerShare&&) = default;
 
-  struct Row {
-    int32_t row = 0;
-    int32_t slot = 0;
-    int32_t position = 0;
-    uint64_t servers = 0;  // workers, as bits
-  };
-  // A part of the list of a (row, KV head).
-  struct Part {
-    Row row;
-    int head = 0;
-    int64_t list = 0;  // in the request
-    int part = 0;
-    int parts = 1;  // of the list
-  };
+  using Row = CoAttentionRow;
+  using Part = CoAttentionPart;
 
   // Takes the rows of the request that belong to the worker. `servers_of(slot)` returns 0 if the
   // worker does not serve the slot.
@@ -150,14 +180,11 @@ class WorkerShare {
   bool ClaimOf(size_t item, int begin, int end, const PartBoard& board,
                const CoAttentionSide& request, const ChannelHome& home);
   void TakeUnits(const CoAttentionSide& request, const ChannelHome& home, PartBoard::Units units);
-  void GiveTo(float* o, float* lse) const;
-  void Merge(const CoAttentionSide& answer) const;
 
   CoAttention::Options options_;
+  PartAnswers answers_;
   int64_t heads_;         // KV heads
-  int64_t group_;         // query heads per KV head
-  int64_t group_floats_;  // floats in the vectors of such a group
-  int64_t most_parts_;
+  int64_t group_floats_;  // floats in the vectors of a KV head's query heads
   int64_t tokens_ = 0;
   std::vector<Row> rows_;       // [max_rows] at most
   std::vector<List> lists_;     // [rows][kv_heads]

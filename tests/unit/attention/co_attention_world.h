@@ -19,8 +19,10 @@
 
 #include "kernels/scalar.h"
 #include "src/attention/offload/co_attention.h"
+#include "src/attention/offload/decode_attention.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
 
 namespace sluice::co_attention {
 
@@ -39,6 +41,7 @@ struct Shape {
   absl::Duration deadline = absl::Seconds(60);
   kernels::DType type = kernels::DType::kBFloat16;
   int64_t part_bytes = 256 << 10;
+  int pullers = 0;  // of the device
 };
 
 // Memory of the device, and the host memory through which the test reads and writes it.
@@ -90,6 +93,7 @@ class World {
     options.capacity = shape.capacity;
     options.unit_tokens = shape.unit_tokens;
     options.part_bytes = shape.part_bytes;
+    options.pullers = shape.pullers;
     auto made = CoAttention::Create(options);
     REQUIRE(made.ok());
     co_attention = *std::move(made);
@@ -98,6 +102,10 @@ class World {
     MakeHomes();
     const auto rows = static_cast<size_t>(shape.max_rows);
     const auto lists = rows * static_cast<size_t>(shape.kv_heads);
+    const size_t values = 2 * rows * static_cast<size_t>(shape.heads);
+    shares_ = *device.Allocate(MemoryKind::kDevice,
+                               values * static_cast<size_t>(shape.head_dim + 1) * sizeof(float),
+                               "answers of both sides");
     for (int layer = 0; layer < shape.layers; ++layer) {
       requests_.push_back({{device, lists * static_cast<size_t>(shape.capacity)},
                            {device, lists},
@@ -145,10 +153,26 @@ class World {
     }
   }
 
-  // Enqueues one step like a policy with a look-ahead.
+  // Draws lists of which only that of a row and KV head has units, all that there are; with row -1
+  // none has any. REQUIRES: the rows are drawn.
+  void DrawOneList(int rows, int row, int kv_head) {
+    DrawLists(rows);
+    for (Request& r : requests_) {
+      std::fill(r.counts.begin(), r.counts.end(), 0);
+      if (row < 0) continue;
+      const auto list = static_cast<size_t>(row * shape.kv_heads + kv_head);
+      int32_t* const units = r.units.data() + list * static_cast<size_t>(shape.capacity);
+      const int all = positions[static_cast<size_t>(row)] / shape.unit_tokens + 1;
+      r.counts[list] = std::min(all, shape.capacity);
+      std::iota(units, units + r.counts[list], 0);
+    }
+  }
+
+  // Enqueues one step like a policy with a look-ahead, or without one where the device pulls.
   void Enqueue(Stream& s, int rows) {
     slots.ToDevice(s);
     positions.ToDevice(s);
+    if (shape.pullers > 0) return EnqueuePulled(s, rows);
     Ask(s, 0, rows);
     for (int layer = 0; layer < shape.layers; ++layer) {
       if (layer + 1 < shape.layers) Ask(s, layer + 1, rows);
@@ -169,8 +193,9 @@ class World {
     Wait();
   }
 
-  // Checks that every row of a healthy sequence is what one call of the kernel for each part of its
-  // lists gives, merged in order, to the bit, and what float64 gives, to `tolerance`.
+  // Checks that every row of a healthy sequence is what float64 gives, to `tolerance`, and, unless
+  // the device pulls, what one call of the kernel for each part of its lists gives, merged in
+  // order, to the bit.
   void Check(int rows, double tolerance) const;
 
   // Puts another sequence into the slot's host cache. REQUIRES: nothing is under way, and the slot
@@ -204,6 +229,12 @@ class World {
       }
     }
     return units;
+  }
+  // Returns the tokens of all parts that the device was given.
+  int64_t PulledTokens() const {
+    int64_t tokens = 0;
+    for (int layer = 0; layer < shape.layers; ++layer) tokens += co_attention->PulledTokens(layer);
+    return tokens;
   }
   // Returns the units of each part but the last of a list of `count` units.
   int UnitsOfPart(int count) const;
@@ -240,12 +271,13 @@ class World {
     cache.page_bytes = int64_t{shape.kv_heads} * 2 * shape.block_tokens * shape.head_dim *
                        kernels::SizeOf(shape.type);
     cache.table_stride = shape.max_blocks;
-    table_of_pages_.resize(static_cast<size_t>(pages));
-    std::iota(table_of_pages_.begin(), table_of_pages_.end(), 0);
-    for (size_t i = table_of_pages_.size(); i > 1; --i) {
-      std::swap(table_of_pages_[i - 1], table_of_pages_[random_.Below(i)]);
-    }
-    cache.block_table = table_of_pages_.data();
+    const auto entries = static_cast<size_t>(pages);
+    table_of_pages_ =
+        *device_.Allocate(MemoryKind::kPinned, entries * sizeof(int32_t), "a table of pages");
+    auto* const table = table_of_pages_.as<int32_t>();
+    std::iota(table, table + entries, 0);
+    for (size_t i = entries; i > 1; --i) std::swap(table[i - 1], table[random_.Below(i)]);
+    cache.block_table = table;
     for (int layer = 0; layer < shape.layers; ++layer) {
       Buffer memory = *device_.Allocate(MemoryKind::kPinned,
                                         static_cast<size_t>(pages * cache.page_bytes), "homes");
@@ -279,20 +311,52 @@ class World {
     }
   }
 
-  void Ask(Stream& s, int layer, int rows) {
-    const Request& r = requests_[static_cast<size_t>(layer)];
-    for (const auto* list : {&r.units, &r.counts}) list->ToDevice(s);
-    r.q.ToDevice(s);
+  KvAttention::Queries QueriesOf(int layer, int rows) const {
     KvAttention::Queries queries;
-    queries.q = r.q.device();
+    queries.q = requests_[static_cast<size_t>(layer)].q.device();
     queries.stride = Stride();
     queries.slots = slots.device();
     queries.positions = positions.device();
     queries.rows = rows;
     queries.heads = shape.heads;
     queries.scale = Scale();
-    co_attention->Start(s, layer, queries, {r.units.device(), r.counts.device(), shape.capacity},
+    return queries;
+  }
+  kernels::UnitLists ListsOf(int layer) const {
+    const Request& r = requests_[static_cast<size_t>(layer)];
+    return {r.units.device(), r.counts.device(), shape.capacity};
+  }
+
+  void Ask(Stream& s, int layer, int rows) {
+    const Request& r = requests_[static_cast<size_t>(layer)];
+    for (const auto* list : {&r.units, &r.counts}) list->ToDevice(s);
+    r.q.ToDevice(s);
+    co_attention->Start(s, layer, QueriesOf(layer, rows), ListsOf(layer),
                         homes_[static_cast<size_t>(layer)]);
+  }
+
+  // Merges the answers of both sides.
+  void EnqueuePulled(Stream& s, int rows) {
+    const int64_t values = int64_t{rows} * shape.heads;
+    auto* const both_o = shares_.as<float>();
+    float* const both_lse = both_o + int64_t{2} * shape.max_rows * shape.heads * shape.head_dim;
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      const auto l = static_cast<size_t>(layer);
+      Ask(s, layer, rows);
+      Stream& link = s.Branch(1);
+      link.After(s);
+      co_attention->Pull(link, SparseAttentionOf(QueriesOf(layer, rows), homes_[l], ListsOf(layer),
+                                                 nullptr, shape.unit_tokens, both_o, both_lse));
+      co_attention->Finish(s, layer, slots.device(), rows, both_o + values * shape.head_dim,
+                           both_lse + values);
+      s.After(link);
+      kernels::MergeParams merge = MergeOf(QueriesOf(layer, rows), shape.head_dim, 2, both_o,
+                                           both_lse, o[l].device(), kernels::DType::kFloat32);
+      merge.out_lse = lse[l].device();
+      device_.kernels().Merge(s, merge);
+      o[l].ToHost(s);
+      lse[l].ToHost(s);
+    }
   }
 
   double Element(int layer, int slot, int kv_head, int position, int part, int d) const;
@@ -306,7 +370,9 @@ class World {
   SplitMix64 random_;
   std::unique_ptr<Event> done_;
   std::vector<Buffer> memory_;
-  std::vector<int32_t> table_of_pages_;     // [slots][max_blocks]
+  Buffer table_of_pages_;  // int32 [slots][max_blocks], pinned
+  Buffer shares_;  // float [2][rows][heads][head_dim], [2][max_rows][heads]: by the device and by
+                   // workers
   std::vector<kernels::PagedCache> homes_;  // by layer
   std::vector<Request> requests_;           // by layer
 };
