@@ -153,8 +153,12 @@ struct PolicyOptions {
   struct Fluxion {
     // Predicts how much each query head reads of what is not in HBM; null: each reads all of it.
     std::shared_ptr<const FluxionPredictor> predictor;
-    // The share of the units not in HBM that the device reads over the link, up to 1; the CPU
-    // workers read the others. Negative: by the number of workers.
+    // Who reads the units that are not in HBM. kFixed: the device reads a share of each list over
+    // the link and the CPU workers the others, so that no bit of a result depends on timing. kPull:
+    // the device and the workers take parts of the lists until none is left.
+    enum class Placement { kFixed, kPull };
+    Placement placement = Placement::kFixed;
+    // The device's share with kFixed, up to 1. Negative: by the number of workers.
     double device_share = -1;
     // The following are for benches alone. If fixed_block is not 0, every query head reads
     // fixed_share of its tokens, in blocks of this many, whatever the predictor says.

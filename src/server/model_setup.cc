@@ -181,6 +181,11 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   o.ess.overlap = OverlapOf(config.ess_overlap());
   o.ess.prefetch = static_cast<int>(config.ess_prefetch());
   o.ess.transfer_workers = static_cast<int>(config.ess_transfer_workers());
+  if (config.fluxion_placement() == "pull") {
+    o.fluxion.placement = PolicyOptions::Fluxion::Placement::kPull;
+    // The arbiter has a thread, which needs a core like a worker.
+    if (config.policy_workers() == 0) o.workers = std::max(o.workers - 1, 1);
+  }
   if (!config.fluxion_predictor().empty()) {
     auto predictor = LoadFluxionPredictor(config.fluxion_predictor(), fingerprint);
     if (!predictor.ok()) return WithMessagePrefix(predictor.status(), "fluxion_predictor");

@@ -221,6 +221,11 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.fluxion.fixed_share = value; }},
     {"device-share", "fluxion", false,
      [](PolicyOptions& o, double value) { o.fluxion.device_share = value; }},
+    {"pull", "fluxion", false,
+     [](PolicyOptions& o, double value) {
+       o.fluxion.placement = value != 0 ? PolicyOptions::Fluxion::Placement::kPull
+                                        : PolicyOptions::Fluxion::Placement::kFixed;
+     }},
     {"hot", "fluxion", false,
      [](PolicyOptions& o, double value) { o.fluxion.resident = value != 0; }},
     {"host-digests", "fluxion", false,

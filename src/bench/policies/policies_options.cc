@@ -76,6 +76,7 @@ scout:interval=8. These settings exist in this bench alone:
   block=N              (fluxion) every query head reads blocks of N tokens, whatever the predictor says
   fixed-share=X        (fluxion) how much each then reads of what is not in HBM
   device-share=X       (fluxion) how much of that the device reads over the link; the CPU reads the others
+  pull=1               (fluxion) the device and the CPU take parts of that until none is left
   hot=0                (fluxion) no block has a place in HBM for being selected often
   host-digests=1       (fluxion) digests lie in DRAM, and the CPU scores them
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host

@@ -153,7 +153,10 @@ void CheckExactWhileItFits(const PolicyRig::Shape& of) {
         options.budget_tokens += 68;  // its ring and first tokens
         options.clo.persistent_share = 0.5 * trial / kTrials;
       }
-      if (options.name == "fluxion") options.budget_tokens += 64;  // its first tokens
+      if (options.name == "fluxion") {
+        options.budget_tokens += 64;  // its first tokens
+        if (trial % 2 == 1) options.fluxion.placement = PolicyOptions::Fluxion::Placement::kPull;
+      }
       options.dense_layers = trial % 3;
       options.workers = 1 + Below(random, 2);
       options.hgca.window_tokens = (1 + Below(random, 4)) * shape.block_tokens;

@@ -1,6 +1,7 @@
 // Tests of the policy's options, the device and the model that a configuration makes.
 #include <catch2/catch.hpp>
 #include <string>
+#include <utility>
 
 #include "src/config/setting.h"
 #include "src/server/model_setup.h"
@@ -33,6 +34,22 @@ TEST_CASE("a node's policies have the defaults that policies have by themselves"
   CHECK(of_node->ess.warm_up == own.ess.warm_up);
   CHECK(of_node->ess.overlap == own.ess.overlap);
   CHECK(of_node->ess.transfer_workers == own.ess.transfer_workers);
+  CHECK(of_node->fluxion.placement == own.fluxion.placement);
+}
+
+TEST_CASE(
+    "fluxion_placement pull keeps a thread for the arbiter where workers are not configured") {
+  Config config = DefaultConfig();
+  config.set_threads(4);
+  config.set_fluxion_placement("pull");
+  using Placement = PolicyOptions::Fluxion::Placement;
+  for (const auto& [configured, workers] : {std::pair(0u, 3), {4u, 4}}) {
+    config.set_policy_workers(configured);
+    const absl::StatusOr<PolicyOptions> options = PolicyOptionsOf(config, "", CacheLayout());
+    REQUIRE(options.ok());
+    CHECK(options->fluxion.placement == Placement::kPull);
+    CHECK(options->workers == workers);
+  }
 }
 
 TEST_CASE("device auto takes the CPU for kernels of the CPU, and says why") {

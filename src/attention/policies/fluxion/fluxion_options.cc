@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/attention/policies/fluxion/predictor.h"
 #include "src/base/status_macros.h"
+#include "src/device/mailbox.h"
 
 namespace sluice {
 namespace {
@@ -29,6 +30,24 @@ int32_t HeadDim(const CacheKind& kv) {
   return static_cast<int32_t>(kv.part_bytes[0] / SizeOf(kv.element_type));
 }
 
+absl::Status CheckPlacement(const PolicyOptions& options) {
+  const PolicyOptions::Fluxion& fluxion = options.fluxion;
+  if (fluxion.placement == PolicyOptions::Fluxion::Placement::kFixed) return absl::OkStatus();
+  if (fluxion.device_share >= 0) {
+    return OutOfRange(options, "fluxion_device_share",
+                      "none where fluxion_placement is pull, which has no fixed share",
+                      fluxion.device_share);
+  }
+  constexpr int kMost = Mailbox::kMaxWorkers - 1;
+  if (options.workers > kMost) {
+    return OutOfRange(options, "policy_workers",
+                      absl::StrCat("at most ", kMost,
+                                   " where fluxion_placement is pull, whose arbiter is one more"),
+                      options.workers);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status CheckFluxionOptions(const PolicyOptions& options) {
@@ -46,6 +65,7 @@ absl::Status CheckFluxionOptions(const PolicyOptions& options) {
   if (fluxion.device_share > 1) {
     return OutOfRange(options, "fluxion_device_share", "at most 1", fluxion.device_share);
   }
+  SLUICE_RETURN_IF_ERROR(CheckPlacement(options));
   if (fluxion.fixed_block != 0 && (fluxion.fixed_block < kv.block_tokens ||
                                    fluxion.fixed_block > kernels::kFluxionLargestBlock ||
                                    fluxion.fixed_block % kv.block_tokens != 0 ||
@@ -96,6 +116,7 @@ FluxionShape FluxionShapeOf(const PolicyOptions& options, int rows) {
 }
 
 float FluxionDeviceShare(const PolicyOptions& options) {
+  if (options.fluxion.placement == PolicyOptions::Fluxion::Placement::kPull) return 0;
   if (options.fluxion.device_share >= 0) return static_cast<float>(options.fluxion.device_share);
   return static_cast<float>(kLinkRate / (kLinkRate + kWorkerRate * options.workers));
 }

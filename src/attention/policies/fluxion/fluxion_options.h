@@ -39,8 +39,9 @@ absl::Status CheckFluxionOptions(const PolicyOptions& options);
 // Returns the sizes of a policy for `rows` decode rows. REQUIRES: CheckFluxionOptions(options).
 FluxionShape FluxionShapeOf(const PolicyOptions& options, int rows);
 
-// Returns the share of the missing units that the device reads. With `device_share` negative, the
-// device and the workers end at about the same time.
+// Returns the share of the missing units that the device reads, which is 0 where it pulls parts of
+// what is left. With `device_share` negative, the device and the workers end at about the same
+// time.
 float FluxionDeviceShare(const PolicyOptions& options);
 
 }  // namespace sluice

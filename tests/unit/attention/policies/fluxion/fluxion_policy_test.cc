@@ -142,45 +142,58 @@ PolicyStatistics::Layer SumsOf(const AttentionPolicy& policy) {
   return sums;
 }
 
-void TestReadsAll(const PolicyRig::Shape& of) {
-  for (const double device_share : {0.0, 0.4, 1.0}) {
-    for (const int block_tokens : {16, 32, 64}) {
-      PolicyRig::Shape shape = of;
-      shape.block_tokens = block_tokens;
-      shape.layers = 2;
-      PolicyRig rig(shape, testing::RandomVectors(shape, 0));
-      PolicyOptions options = rig.Options();
-      options.budget_tokens = 128;
-      options.dense_layers = 0;
-      options.workers = 2;
-      options.fluxion.device_share = device_share;
-      INFO("device share " << device_share << ", blocks of " << block_tokens);
-      const auto policy = Make(options);
-      CHECK(policy->exact_tokens() == 128 + kRingTokens);
-      const uint64_t seed = TestSeed();
-      const std::vector<int> contexts = {700, 10, 505};
-      for (int slot = 0; slot < 3; ++slot) {
-        rig.Admit(*policy, slot, seed + static_cast<uint64_t>(slot),
-                  contexts[static_cast<size_t>(slot)], 900);
-      }
-      for (int step = 0; step < 20; ++step) {
-        std::vector<int> positions;
-        for (int slot = 0; slot < 3; ++slot) positions.push_back(rig.position(slot));
-        const auto out = rig.Step(*policy, {0, 1, 2});
-        for (size_t row = 0; row < 3 && step % 6 == 1; ++row) {
-          CheckRow(rig, out, row, seed + row, positions[row], nullptr);
-        }
-      }
-      const PolicyStatistics::Layer sums = SumsOf(*policy);
-      CHECK(sums.missing > 0);
-      CHECK(sums.missing < sums.selected);
-      for (int slot = 0; slot < 3; ++slot) rig.Release(*policy, slot);
+using Placement = PolicyOptions::Fluxion::Placement;
+
+void CheckReadsAll(const PolicyRig::Shape& shape, Placement placement, double device_share) {
+  PolicyRig rig(shape, testing::RandomVectors(shape, 0));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 128;
+  options.dense_layers = 0;
+  options.workers = 2;
+  options.worker_deadline = absl::Seconds(60);
+  options.fluxion.placement = placement;
+  options.fluxion.device_share = device_share;
+  const auto policy = Make(options);
+  CHECK(policy->exact_tokens() == 128 + kRingTokens);
+  const uint64_t seed = TestSeed();
+  const std::vector<int> contexts = {700, 10, 505};
+  for (int slot = 0; slot < 3; ++slot) {
+    rig.Admit(*policy, slot, seed + static_cast<uint64_t>(slot),
+              contexts[static_cast<size_t>(slot)], 900);
+  }
+  for (int step = 0; step < 20; ++step) {
+    std::vector<int> positions;
+    for (int slot = 0; slot < 3; ++slot) positions.push_back(rig.position(slot));
+    const auto out = rig.Step(*policy, {0, 1, 2});
+    for (size_t row = 0; row < 3 && step % 6 == 1; ++row) {
+      CheckRow(rig, out, row, seed + row, positions[row], nullptr);
     }
+  }
+  const PolicyStatistics::Layer sums = SumsOf(*policy);
+  CHECK(sums.missing > 0);
+  CHECK(sums.missing < sums.selected);
+  for (int slot = 0; slot < 3; ++slot) {
+    CHECK(policy->SlotHealth(slot).ok());
+    rig.Release(*policy, slot);
+  }
+}
+
+void TestReadsAll(const PolicyRig::Shape& of) {
+  for (const int block_tokens : {16, 32, 64}) {
+    PolicyRig::Shape shape = of;
+    shape.block_tokens = block_tokens;
+    shape.layers = 2;
+    for (const double device_share : {0.0, 0.4, 1.0}) {
+      INFO("device share " << device_share << ", blocks of " << block_tokens);
+      CheckReadsAll(shape, Placement::kFixed, device_share);
+    }
+    INFO("pull, blocks of " << block_tokens);
+    CheckReadsAll(shape, Placement::kPull, -1);
   }
 }
 SLUICE_TEST_ON_CPU_AND_GPU("without a predictor every head reads all of its tokens", TestReadsAll)
 
-void CheckFixed(const PolicyRig::Shape& of, bool in_dram) {
+void CheckFixed(const PolicyRig::Shape& of, bool in_dram, Placement placement) {
   PolicyRig::Shape shape = of;
   shape.heads = 6;
   const PolicyRig::Make make = testing::RandomVectors(shape, 0);
@@ -192,6 +205,7 @@ void CheckFixed(const PolicyRig::Shape& of, bool in_dram) {
     options.fluxion.fixed_share = share;
     options.fluxion.resident = false;
     options.fluxion.digests_in_dram = in_dram;
+    options.fluxion.placement = placement;
     const auto policy = Make(options);
     const uint64_t seed = TestSeed();
     rig.Admit(*policy, 1, seed, 880, 1000);
@@ -211,8 +225,11 @@ void CheckFixed(const PolicyRig::Shape& of, bool in_dram) {
 }
 void TestFixed(const PolicyRig::Shape& shape) {
   for (const bool in_dram : {false, true}) {
-    INFO("digests in " << (in_dram ? "DRAM" : "HBM"));
-    CheckFixed(shape, in_dram);
+    for (const Placement placement : {Placement::kFixed, Placement::kPull}) {
+      INFO("digests in " << (in_dram ? "DRAM" : "HBM") << ", placement "
+                         << static_cast<int>(placement));
+      CheckFixed(shape, in_dram, placement);
+    }
   }
 }
 SLUICE_TEST_ON_CPU_AND_GPU("a fixed budget reads each query head's best blocks, and their union",
@@ -297,6 +314,14 @@ TEST_CASE("fluxion refuses options that do not fit, by name") {
   };
   refused("budget_tokens", [](PolicyOptions& o) { o.budget_tokens = 63; });
   refused("fluxion_device_share", [](PolicyOptions& o) { o.fluxion.device_share = 1.5; });
+  refused("fluxion_device_share", [](PolicyOptions& o) {
+    o.fluxion.placement = Placement::kPull;
+    o.fluxion.device_share = 0.3;
+  });
+  refused("policy_workers", [](PolicyOptions& o) {
+    o.fluxion.placement = Placement::kPull;
+    o.workers = 64;
+  });
   refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 8; });
   refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 48; });
   refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 256; });
