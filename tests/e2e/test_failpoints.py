@@ -401,6 +401,27 @@ def test_a_worker_of_the_cpu_ends_its_own_sequences_alone(workers, term, words, 
         time.sleep(5)  # the worker comes back
 
 
+@pytest.mark.parametrize("term, words", [
+    ("attention.arbiter=error*1", "failed"),
+    ("attention.arbiter_exit=error*1", "has died"),
+])
+def test_without_its_arbiter_a_node_goes_on_with_its_cpu_workers(tiny_models, start, golden, term, words):
+    node = start("sluice-server", tiny_models("tiny-qwen3"), "--policy", "fluxion", "--fluxion-placement", "pull",
+                 "--budget-tokens", "64", "--dense-layers", "0", "--block-tokens", "16", "--max-sequences", "4",
+                 "--max-context", "512", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--policy-workers", "2",
+                 "--policy-worker-deadline-seconds", "2s", "--allow-failpoints")
+    lab = Lab(node, golden("tiny-qwen3"), MANY)
+    lab.set(PACE)
+    streams = [lab.start(MANY) for _ in range(4)]
+    for stream in streams:
+        stream.wait_for_tokens(2)
+    lab.set(term)
+    for stream in streams:
+        assert rpc.reason_of(stream.end().error) == "WORKER_FAILED" and words in stream.error.details()
+    for stream in [lab.start(24) for _ in range(4)]:
+        assert stream.end().error is None and len(stream.ids) == 24
+    assert Scrape(node).get("sluice_attention_workers") == 2
+
 
 @pytest.mark.parametrize("program", ["sluice-server", "sluice-prefill"])
 @pytest.mark.parametrize("terms, words", [
