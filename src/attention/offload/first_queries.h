@@ -24,6 +24,7 @@ class FirstQueries {
   PromptQueries& prompts() { return *prompts_; }
   // Returns the queries of a layer in device memory, [slots][heads][head_dim].
   float* of(int layer) const { return prompts_->Of(layer, 0, 0); }
+  float* OfSlot(int layer, int slot) const { return of(layer) + slot * layer_values(); }
 
   // Ends the slot's prompt of `tokens` tokens. Queries that were computed here go before those of
   // `hints`, which do not count if one of them is not finite. REQUIRES: no warm-up of the slot is

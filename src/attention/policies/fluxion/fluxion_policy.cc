@@ -11,6 +11,7 @@
 #include "src/attention/offload/decode_attention.h"
 #include "src/attention/offload/offload_policy.h"
 #include "src/attention/offload/selection_counters.h"
+#include "src/attention/policies/fluxion/anchor_blocks.h"
 #include "src/attention/policies/fluxion/block_retrieval.h"
 #include "src/attention/policies/fluxion/fluxion_options.h"
 #include "src/attention/policies/fluxion/head_budgets.h"
@@ -48,6 +49,7 @@ struct Parts {
   std::unique_ptr<HostScores> host_scores;  // null: digests lie in HBM
   std::unique_ptr<BlockRetrieval> retrieval;
   std::unique_ptr<BlockRecall> recall;
+  std::unique_ptr<AnchorBlocks> anchor_blocks;  // null: no block comes before the first step
   std::unique_ptr<SelectionCounters> counters;
   std::unique_ptr<CoAttention> workers;  // last: its threads use host_scores
 };
@@ -185,8 +187,11 @@ class FluxionPolicy : public OffloadPolicy {
     return all;
   }
 
-  void BuildArrays(Stream& stream, int slot, int64_t /*tokens*/,
+  void BuildArrays(Stream& stream, int slot, int64_t tokens,
                    const OffloadTier::BulkRow& row) override {
+    AnchorBlocks* const blocks = parts_.anchor_blocks.get();
+    const bool fetches =
+        blocks != nullptr && budgets_.first_queries().Has(slot) && blocks->Chooses(tokens);
     for (int layer = shape_.dense_layers; layer < shape_.layers; ++layer) {
       kernels::LevelDigestsParams digests{};
       digests.cache = tier().Home(layer);
@@ -197,6 +202,7 @@ class FluxionPolicy : public OffloadPolicy {
       digests.rows = 1;
       kernels().LevelDigests(stream, digests);
       budgets_.MakeAnchor(stream, layer, slot, row);
+      if (fetches) blocks->Fetch(stream, layer, budgets_.first_queries().OfSlot(layer, slot), row);
     }
   }
 
@@ -405,6 +411,10 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> FluxionPolicy::Create(
   SLUICE_ASSIGN_OR_RETURN(BlockRecall recall,
                           BlockRecall::Create(*tier, shape.rows, shape.most_units));
   parts.recall = std::make_unique<BlockRecall>(std::move(recall));
+  if (options.fluxion.resident && parts.budgets->predicts()) {
+    SLUICE_ASSIGN_OR_RETURN(parts.anchor_blocks,
+                            AnchorBlocks::Create(options.device, shape, tier.get()));
+  }
   SLUICE_ASSIGN_OR_RETURN(parts.counters,
                           SelectionCounters::Create(options.device, options.slots, layout));
   SLUICE_ASSIGN_OR_RETURN(parts.workers, NewWorkers(options, shape, parts.host_scores.get()));

@@ -141,7 +141,7 @@ void HeadBudgets::MakeAnchor(Stream& stream, int layer, int slot, const OffloadT
   first_queries_->Put(stream, layer, slot, nullptr);
   const int64_t stride = int64_t{shape_.heads} * shape_.head_dim;
   kernels::AnchorStatisticsParams params{};
-  params.q = first_queries_->of(layer) + slot * stride;
+  params.q = first_queries_->OfSlot(layer, slot);
   params.q_stride = stride;
   params.slots = row.slots;
   params.positions = row.positions;

@@ -301,6 +301,50 @@ void TestHotBlocks(const PolicyRig::Shape& shape) {
 }
 SLUICE_TEST_ON_CPU_AND_GPU("blocks that were selected have places in HBM afterwards", TestHotBlocks)
 
+// Heads that stream select nothing, but they attend to what has a place: the blocks that the
+// anchor's query scores highest, and those of the newest blocks that these have not put out.
+void TestAnchorBlocks(const PolicyRig::Shape& of) {
+  constexpr int kContext = 900, kBlock = 16, kPlaces = 16;
+  PolicyRig::Shape shape = of;
+  shape.block_tokens = kBlock;
+  const PolicyRig::Make make = testing::RandomVectors(shape, 0);
+  PolicyRig rig(shape, make);
+  PolicyOptions options = rig.Options();
+  options.dense_layers = 0;
+  options.budget_tokens = kernels::kFluxionSinkTokens + kPlaces * kBlock;
+  options.fluxion.predictor = Constant({1, 0.1f, 1, 1}, /*streaming=*/true);
+  const auto policy = Make(options);
+  const uint64_t seed = TestSeed();
+  rig.Admit(*policy, 0, seed, kContext, kContext + 100, /*computed=*/3);
+  const auto out = rig.Step(*policy, {0});
+
+  const kernels::FluxionSegments segments = kernels::SegmentsOf(kContext - 1);
+  const int chosen = kPlaces / (shape.heads / shape.kv_heads);
+  const float share =
+      (static_cast<float>(chosen) - 0.5f) / static_cast<float>(kernels::CpuBlocks(segments, 0));
+  const int ring_begins = (kContext / kBlock + 1) * kBlock - kRingTokens;
+  CheckRow(rig, out, 0, seed, kContext, [&](int layer) {
+    auto attended = Attended(shape, make, {seed, layer}, kContext - 1, kBlock, share);
+    for (std::set<int>& tokens : attended) {
+      tokens.insert(kContext);
+      int put_out = 0;
+      for (int t = segments.sink; t < ring_begins - kPlaces * kBlock; t += kBlock) {
+        put_out += tokens.contains(t) ? 1 : 0;
+      }
+      CHECK(put_out > 0);
+      for (int t = ring_begins - kPlaces * kBlock; t < ring_begins; t += kBlock) {
+        if (tokens.contains(t) || put_out-- > 0) continue;
+        for (int i = 0; i < kBlock; ++i) tokens.insert(t + i);
+      }
+    }
+    return attended;
+  });
+  CHECK(SumsOf(*policy).selected == 0);
+  rig.Release(*policy, 0);
+}
+SLUICE_TEST_ON_CPU_AND_GPU("what the prompt's end looks for has places before the first step",
+                           TestAnchorBlocks)
+
 TEST_CASE("fluxion refuses options that do not fit, by name") {
   PolicyRig::Shape shape;
   const auto refused = [&](const std::string& field, auto change) {
