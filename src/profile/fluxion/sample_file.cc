@@ -10,8 +10,9 @@
 namespace sluice {
 namespace {
 
+// Version 1 had budgets by other digests.
 constexpr CheckedFormat kFormat = {
-    "sluice-fluxion-samples",    1,
+    "sluice-fluxion-samples",    2,
     "a file of samples",         "sluice-profile fluxion collect wrote",
     "collect the samples again", int64_t{16} << 30};
 

@@ -16,8 +16,9 @@ namespace {
 
 using nlohmann::json;
 
+// Version 1 was trained by budgets of other digests.
 constexpr CheckedFormat kFormat = {"sluice-fluxion-predictor",
-                                   1,
+                                   2,
                                    "a predictor of policy fluxion",
                                    "sluice-profile fluxion trained",
                                    "train the predictor again with sluice-profile fluxion",
