@@ -40,9 +40,9 @@ struct PullAttentionParams {
   // Lists, cache, queries, scale and rows, as in SparseAttention. `units` is not null; `o`, `lse`,
   // `places` and `wanted` are ignored; kv_head_begin is 0, kv_head_end the number of KV heads.
   SparseAttentionParams attention;
-  int32_t least_units;  // of a part (UnitsOfPart)
-  int32_t most_parts;   // >= the parts of every list, at most kMostListParts
-  int32_t pullers;      // at most kMostPullers
+  int32_t least_units;      // of a part (UnitsOfPart)
+  int32_t most_parts;       // >= the parts of every list, at most kMostListParts
+  int32_t pullers;          // at most kMostPullers
   PullAsk* asks;            // [pullers] pinned, written by the device
   const PullGrant* grants;  // [pullers] pinned, written by the host
   const uint32_t* closed;   // pinned, written by the host
