@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,13 +123,21 @@ def show(result: Result) -> None:
     sys.stdout.flush()
 
 
+def _result(future: Future[Result]) -> Result:
+    """Waits for a result. A signal that comes just before a wait begins is handled when it ends, so it is short."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return future.result(timeout=0.5)
+
+
 def run_jobs(jobs: Sequence[Job], side_by_side: int = 1, seconds: float = float("inf"),
              done: Callable[[Result], None] = show) -> list[Result]:
     """Runs all jobs and returns their results in the order of the jobs; shows progress on a terminal."""
     deadline = time.monotonic() + seconds
     results, live = [], sys.stderr.isatty()
     with ThreadPoolExecutor(max(side_by_side, 1)) as pool:
-        for result in pool.map(lambda job: run_job(job, deadline), jobs):
+        for future in [pool.submit(run_job, job, deadline) for job in jobs]:
+            result = _result(future)
             results.append(result)
             if live:
                 sys.stderr.write("\r\033[K")
