@@ -1,8 +1,8 @@
 #include "src/attention/offload/worker_share.h"
 
 #include <algorithm>
-#include <bit>
 #include <limits>
+#include <optional>
 
 namespace sluice {
 namespace {
@@ -105,6 +105,7 @@ WorkerShare::WorkerShare(const CoAttention::Options& options)
       answers_(options),
       heads_(options.kv_heads),
       group_floats_(answers_.group_floats()),
+      plan_(static_cast<size_t>(options.max_rows) * static_cast<size_t>(options.kv_heads)),
       q_(static_cast<size_t>(options.heads) * static_cast<size_t>(options.head_dim)),
       o_(q_.size()),
       lse_(static_cast<size_t>(options.heads)),
@@ -114,29 +115,13 @@ WorkerShare::WorkerShare(const CoAttention::Options& options)
       pages_(static_cast<size_t>(options.capacity)) {
   const auto rows = static_cast<size_t>(options.max_rows);
   rows_.reserve(rows);
-  lists_.reserve(rows * counts_.size());
-  groups_.reserve(rows);
   asked_.resize(counts_.size());
 }
 
-// Returns the index in the request of list `item` of lists_.
-int64_t WorkerShare::ListOf(size_t item) const {
-  const auto heads = static_cast<size_t>(heads_);
-  return rows_[item / heads].row * heads_ + static_cast<int64_t>(item % heads);
-}
-
-// Nearly always all rows have the same servers; they differ only after workers have died.
-WorkerShare::Group& WorkerShare::GroupOf(uint64_t servers) {
-  for (Group& group : groups_) {
-    if (group.servers == servers) return group;
-  }
-  return groups_.emplace_back(Group{servers, 0, 0});
-}
-
-// Notes how long every list is, and what each group of lists costs.
-void WorkerShare::TakeLists(const PartBoard& board, const CoAttentionSide& request, int channel) {
-  lists_.clear();
-  groups_.clear();
+// The plan has all KV heads of all taken rows, in order.
+void WorkerShare::Divide(const PartBoard& board, const CoAttentionSide& request, int channel,
+                         uint64_t bit) {
+  plan_.Clear();
   for (const Row& row : rows_) {
     if (options_.source != nullptr) {
       options_.source->ListTokens(channel, row.slot, row.position, asked_.data());
@@ -146,78 +131,27 @@ void WorkerShare::TakeLists(const PartBoard& board, const CoAttentionSide& reque
         asked_[static_cast<size_t>(head)] = counts[head] * options_.unit_tokens;
       }
     }
-    Group& group = GroupOf(row.servers);
-    for (const int32_t tokens : asked_) {
-      const int parts = board.Parts(ListOf(lists_.size()));
-      lists_.push_back({tokens, parts, 0, 0});
-      group.cost += parts * kPartTokens + tokens;
+    for (int64_t head = 0; head < heads_; ++head) {
+      const int64_t list = row.row * heads_ + head, tokens = asked_[static_cast<size_t>(head)];
+      const int parts = board.Parts(list);
+      const int64_t part_tokens =
+          parts == 1 ? tokens : int64_t{board.UnitsOf(list, 0).end} * options_.unit_tokens;
+      plan_.Add(list, row.servers, parts, tokens, part_tokens, kPartTokens);
     }
   }
+  plan_.Divide(bit);
 }
 
-// A part is this worker's to begin with if its middle lies in the worker's share. Shares of several
-// workers follow each other. Returns whether the list's last part lies in a later worker's share.
-bool WorkerShare::DivideList(int64_t part_tokens, const Group& group, uint64_t bit,
-                             List& list) const {
-  const int64_t rank = std::popcount(group.servers & (bit - 1));
-  const int64_t workers = std::popcount(group.servers);
-  const auto rank_of = [&](int64_t part) {
-    const int64_t first = part * part_tokens;
-    const int64_t cost = kPartTokens + std::min(part_tokens, list.tokens - first);
-    const int64_t before = group.before + part * kPartTokens + first;
-    return (2 * before + cost) * workers / (2 * group.cost);
-  };
-  const int64_t last = rank_of(list.parts - 1);
-  if (last < rank) return false;
-  while (rank_of(list.begin) < rank) ++list.begin;
-  list.end = list.begin;
-  while (list.end < list.parts && rank_of(list.end) == rank) ++list.end;
-  return last > rank;
-}
-
-void WorkerShare::Divide(const PartBoard& board, const CoAttentionSide& request, int channel,
-                         uint64_t bit) {
-  TakeLists(board, request, channel);
-  next_ = behind_ = searched_ = 0;
-  for (size_t item = 0; item < lists_.size(); ++item) {
-    List& list = lists_[item];
-    Group& group = GroupOf(rows_[item / static_cast<size_t>(heads_)].servers);
-    int64_t part_tokens = list.tokens;
-    if (list.parts > 1) {
-      const PartBoard::Units first = board.UnitsOf(ListOf(item), 0);
-      part_tokens = int64_t{first.end} * options_.unit_tokens;
-    }
-    if (!DivideList(part_tokens, group, bit, list)) behind_ = item;
-    group.before += list.parts * kPartTokens + list.tokens;
-  }
-}
-
-// What is left is looked for behind the worker's own share and in a circle, so that several workers
-// that have nothing to do do not all look in the same place.
 bool WorkerShare::Claim(const PartBoard& board, const CoAttentionSide& request,
                         const ChannelHome& home) {
-  for (; next_ < lists_.size(); ++next_) {
-    const List& list = lists_[next_];
-    if (ClaimOf(next_, list.begin, list.end, board, request, home)) return true;
-  }
-  for (; searched_ < lists_.size(); ++searched_) {
-    const size_t item = (behind_ + searched_) % lists_.size();
-    if (ClaimOf(item, 0, lists_[item].parts, board, request, home)) return true;
-  }
-  return false;
-}
-
-bool WorkerShare::ClaimOf(size_t item, int begin, int end, const PartBoard& board,
-                          const CoAttentionSide& request, const ChannelHome& home) {
-  if (begin == end) return false;
-  const int64_t list = ListOf(item);
-  const int part = board.Claim(list, begin, end);
-  if (part < 0) return false;
-  const Row& row = rows_[item / static_cast<size_t>(heads_)];
+  const std::optional<ClaimPlan::Claimed> claimed = plan_.Next(board);
+  if (!claimed.has_value()) return false;
+  const Row& row = rows_[claimed->item / static_cast<size_t>(heads_)];
+  const int64_t list = plan_.list(claimed->item);
   const int head = static_cast<int>(list - row.row * heads_);
-  part_ = {row, head, list, part, lists_[item].parts};
+  part_ = {row, head, list, claimed->part, plan_.parts(claimed->item)};
   std::copy_n(request.q + list * group_floats_, group_floats_, q_.begin() + head * group_floats_);
-  if (options_.source == nullptr) TakeUnits(request, home, board.UnitsOf(list, part));
+  if (options_.source == nullptr) TakeUnits(request, home, board.UnitsOf(list, claimed->part));
   return true;
 }
 

@@ -8,6 +8,7 @@
 
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
+#include "src/attention/offload/claim_plan.h"
 #include "src/attention/offload/co_attention.h"
 #include "src/attention/offload/part_board.h"
 
@@ -138,9 +139,7 @@ class WorkerShare {
   // claims a part has it.
   void Divide(const PartBoard& board, const CoAttentionSide& request, int channel, uint64_t bit);
   // Returns whether the worker begins with this part of list `item`, of [rows()][kv_heads].
-  bool Begins(size_t item, int part) const {
-    return part >= lists_[item].begin && part < lists_[item].end;
-  }
+  bool Begins(size_t item, int part) const { return plan_.Begins(item, part); }
   // Claims the next part and copies its queries, its units and their pages: first the parts that
   // Divide planned, then whatever is left of the lists of all taken rows. Returns false if nothing
   // is left.
@@ -160,25 +159,6 @@ class WorkerShare {
   int64_t tokens() const { return tokens_; }
 
  private:
-  // A list of a taken row, and the parts of it with which this worker begins.
-  struct List {
-    int64_t tokens;
-    int32_t parts;
-    int32_t begin, end;
-  };
-  // Rows with the same servers: the total cost of their lists, and the cost of those already
-  // divided.
-  struct Group {
-    uint64_t servers;
-    int64_t cost, before;
-  };
-
-  int64_t ListOf(size_t item) const;
-  void TakeLists(const PartBoard& board, const CoAttentionSide& request, int channel);
-  Group& GroupOf(uint64_t servers);
-  bool DivideList(int64_t part_tokens, const Group& group, uint64_t bit, List& list) const;
-  bool ClaimOf(size_t item, int begin, int end, const PartBoard& board,
-               const CoAttentionSide& request, const ChannelHome& home);
   void TakeUnits(const CoAttentionSide& request, const ChannelHome& home, PartBoard::Units units);
 
   CoAttention::Options options_;
@@ -187,12 +167,8 @@ class WorkerShare {
   int64_t group_floats_;  // floats in the vectors of a KV head's query heads
   int64_t tokens_ = 0;
   std::vector<Row> rows_;       // [max_rows] at most
-  std::vector<List> lists_;     // [rows][kv_heads]
-  std::vector<Group> groups_;   // [rows] at most
+  ClaimPlan plan_;              // of lists [rows][kv_heads]
   std::vector<int32_t> asked_;  // [kv_heads]: tokens of a row's lists, by the source
-  size_t next_ = 0;             // list from which on the worker's own parts may be unclaimed
-  size_t behind_ = 0;           // list at which its own parts end
-  size_t searched_ = 0;         // lists from there on, in a circle, of which nothing is left
   // The claimed part. The arrays are those of one row, as in SparseAttentionParams.
   Part part_;
   int32_t count_ = 0;            // units

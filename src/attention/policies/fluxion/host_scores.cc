@@ -1,11 +1,12 @@
 #include "src/attention/policies/fluxion/host_scores.h"
 
 #include <algorithm>
-#include <bit>
+#include <optional>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/claim_plan.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
@@ -29,13 +30,13 @@ class HostScores::Worker {
       : options_(options),
         shape_(options.shape),
         group_(shape_.heads / shape_.kv_heads),
+        plan_(static_cast<size_t>(shape_.lists())),
         counts_(static_cast<size_t>(shape_.lists())),
         q_(static_cast<size_t>(shape_.heads) * static_cast<size_t>(shape_.head_dim)),
         levels_(static_cast<size_t>(shape_.kv_heads)),
         blocks_(static_cast<size_t>(shape_.heads)),
         scores_(static_cast<size_t>(shape_.heads * shape_.score_stride())) {
     lists_.reserve(counts_.size());
-    groups_.reserve(static_cast<size_t>(shape_.rows));
     int64_t pages = 0;
     for (const kernels::LevelDigests& of_layer : options.digests) {
       const int32_t per_page = of_layer.of[0].rows_per_page;
@@ -49,7 +50,7 @@ class HostScores::Worker {
   bool TakeLists(const Side& request, const SlotWorkers& workers, uint64_t bit) {
     bool serves = false;
     lists_.clear();
-    groups_.clear();
+    plan_.Clear();
     for (int32_t row = 0; row < *request.rows; ++row) {
       const int32_t slot = request.slots[row];
       const uint64_t servers = slot < 0 ? 0 : workers.Servers(slot);
@@ -59,26 +60,23 @@ class HostScores::Worker {
         TakeList(request, row, head, servers);
       }
     }
-    next_ = behind_ = searched_ = 0;
-    for (size_t i = 0; i < lists_.size(); ++i) {
-      if (Plan(bit, lists_[i])) behind_ = i;
-    }
+    plan_.Divide(bit);
     return serves;
   }
 
-  // Claims the next part, first of those planned and then of all that are left, and takes what its
-  // scores depend on but the digests. Returns false if nothing is left. What is left is looked for
-  // behind the worker's own share and in a circle, so that workers do not all look in one place.
+  // Claims the next part of the plan, and takes what its scores depend on but the digests. Returns
+  // false if nothing is left.
   bool Claim(const Side& request, int layer) {
-    for (; next_ < lists_.size(); ++next_) {
-      const List& list = lists_[next_];
-      if (ClaimOf(list, list.first, list.last, request, layer)) return true;
-    }
-    for (; searched_ < lists_.size(); ++searched_) {
-      const List& list = lists_[(behind_ + searched_) % lists_.size()];
-      if (ClaimOf(list, 0, list.parts, request, layer)) return true;
-    }
-    return false;
+    const std::optional<ClaimPlan::Claimed> claimed = plan_.Next(Board(request));
+    if (!claimed.has_value()) return false;
+    part_ = claimed->part;
+    list_ = lists_[claimed->item];
+    const int64_t index = plan_.list(claimed->item);
+    const int64_t dim = shape_.head_dim, first_head = list_.kv_head * group_;
+    std::copy_n(request.q + index * group_ * dim, group_ * dim, q_.begin() + first_head * dim);
+    std::copy_n(request.blocks + index * group_, group_, blocks_.begin() + first_head);
+    TakePages(layer);
+    return true;
   }
   // Returns the slot of the claimed part's sequence.
   int slot() const { return list_.slot; }
@@ -119,17 +117,8 @@ class HostScores::Worker {
   struct List {
     int32_t row, kv_head;
     int32_t slot, position, level;
-    uint64_t servers;  // workers, as bits
-    int64_t before;    // blocks of the lists before it that the same workers serve
     int32_t blocks;
     int parts;
-    int first = 0, last = 0;  // the parts with which this worker begins
-  };
-  // Rows with the same servers. Nearly always all rows of a worker have the same; they differ only
-  // after workers have died.
-  struct Group {
-    uint64_t servers;
-    int64_t blocks;
   };
 
   static int64_t FirstRow(const List& list) {
@@ -138,24 +127,14 @@ class HostScores::Worker {
   struct Blocks {
     int64_t begin, end;
   };
-  // Returns the i-th of n equal shares.
-  static Blocks Share(int64_t blocks, int i, int n) {
-    return {blocks * i / n, blocks * (i + 1) / n};
-  }
   // Returns the blocks of a part, counted from the list's first: those that the kernel computes as
   // worker `part` of list.parts.
   static Blocks BlocksOf(const List& list, int part) {
-    return Share(list.blocks, part, list.parts);
+    const int64_t blocks = list.blocks;
+    return {blocks * part / list.parts, blocks * (part + 1) / list.parts};
   }
   PartBoard Board(const Side& request) const {
     return {request.words, counts_.data(), kPartBlocks};
-  }
-
-  Group& GroupOf(uint64_t servers) {
-    for (Group& group : groups_) {
-      if (group.servers == servers) return group;
-    }
-    return groups_.emplace_back(Group{servers, 0});
   }
 
   // Takes a list if it has scores for some query head.
@@ -168,37 +147,9 @@ class HostScores::Worker {
     const auto is_scored = [all](int32_t n) { return n > 0 && n < all; };
     if (!std::any_of(blocks, blocks + group_, is_scored)) return;
     counts_[static_cast<size_t>(index)] = all;
-    Group& group = GroupOf(servers);
-    List& list = lists_.emplace_back(
-        List{row, kv_head, request.slots[row], position, level, servers, group.blocks, all, 1});
-    list.parts = Board(request).Parts(index);
-    group.blocks += all;
-  }
-
-  // Plans the parts of a list that begin in the worker's share of its group's blocks. Returns
-  // whether there are any.
-  bool Plan(uint64_t bit, List& list) {
-    const int rank = std::popcount(list.servers & (bit - 1));
-    const Blocks mine = Share(GroupOf(list.servers).blocks, rank, std::popcount(list.servers));
-    if (list.before + list.blocks <= mine.begin || list.before >= mine.end) return false;
-    const auto begin = [&](int part) { return list.before + BlocksOf(list, part).begin; };
-    while (list.first < list.parts && begin(list.first) < mine.begin) ++list.first;
-    list.last = list.first;
-    while (list.last < list.parts && begin(list.last) < mine.end) ++list.last;
-    return list.first < list.last;
-  }
-
-  bool ClaimOf(const List& list, int begin, int end, const Side& request, int layer) {
-    if (begin == end) return false;
-    const int64_t index = int64_t{list.row} * shape_.kv_heads + list.kv_head;
-    part_ = Board(request).Claim(index, begin, end);
-    if (part_ < 0) return false;
-    list_ = list;
-    const int64_t dim = shape_.head_dim, first_head = list.kv_head * group_;
-    std::copy_n(request.q + index * group_ * dim, group_ * dim, q_.begin() + first_head * dim);
-    std::copy_n(request.blocks + index * group_, group_, blocks_.begin() + first_head);
-    TakePages(layer);
-    return true;
+    const int parts = Board(request).Parts(index);
+    lists_.push_back({row, kv_head, request.slots[row], position, level, all, parts});
+    plan_.Add(index, servers, parts, all, (all + parts - 1) / parts, /*fixed_cost=*/0);
   }
 
   // Takes the numbers of the pages that have the part's digests.
@@ -215,13 +166,10 @@ class HostScores::Worker {
 
   const Options& options_;
   const FluxionShape& shape_;
-  const int64_t group_;          // query heads per KV head
+  const int64_t group_;  // query heads per KV head
+  ClaimPlan plan_;
   std::vector<int32_t> counts_;  // [lists] blocks; only those of lists_ are valid
-  std::vector<List> lists_;
-  std::vector<Group> groups_;
-  size_t next_ = 0;      // list from which on the worker's own parts may be unclaimed
-  size_t behind_ = 0;    // list at which its own parts end
-  size_t searched_ = 0;  // lists from there on, in a circle, of which nothing is left
+  std::vector<List> lists_;      // those of plan_
   // The claimed part. The arrays are those of one row, as in LevelScoresParams.
   List list_{};
   int part_ = 0;
