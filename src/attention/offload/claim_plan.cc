@@ -57,8 +57,8 @@ bool ClaimPlan::DivideList(const Group& group, uint64_t bit, List& list) {
   return last > rank;
 }
 
-// What is left is looked for behind the worker's own share and in a circle, so that several workers
-// that have nothing to do do not all look in the same place.
+// The worker looks for parts that are left behind its own share and in a circle, so that several
+// workers that have nothing to do do not all look in the same place.
 std::optional<ClaimPlan::Claimed> ClaimPlan::Next(const PartBoard& board) {
   const auto claim = [&](size_t item, int begin, int end) {
     return begin == end ? -1 : board.Claim(lists_[item].list, begin, end);

@@ -39,7 +39,6 @@ class ClaimPlan {
   bool Begins(size_t item, int part) const {
     return part >= lists_[item].begin && part < lists_[item].end;
   }
-  size_t size() const { return lists_.size(); }
   int64_t list(size_t item) const { return lists_[item].list; }
   int parts(size_t item) const { return lists_[item].parts; }
 

@@ -50,6 +50,11 @@ absl::StatusOr<std::unique_ptr<PullShare>> PullShare::Create(const CoAttention::
   if (options.source != nullptr) {
     return absl::InvalidArgumentError("co-attention: a device pulls no parts of a source's lists");
   }
+  if (options.pullers > kernels::kMostPullers) {
+    return absl::InvalidArgumentError(absl::StrCat("co-attention: expected at most ",
+                                                   kernels::kMostPullers, " pullers, found ",
+                                                   options.pullers));
+  }
   // Its workers are events that happen when its streams have nothing to do, and a stream would have
   // something to do until the arbiter answers.
   if (options.device->name() == "sim") {

@@ -1,4 +1,4 @@
-// What the commands of `sluice-profile fluxion` share: their ends, their files, and the commands
+// The commands of `sluice-profile fluxion` share these parts: their ends, their files, and the commands
 // that need samples and no model.
 #pragma once
 

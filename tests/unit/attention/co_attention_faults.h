@@ -13,6 +13,7 @@
 #include "tests/support/device.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/co_attention_world.h"
+#include "tests/unit/attention/worker_paths.h"
 
 namespace sluice::co_attention {
 
@@ -80,22 +81,6 @@ struct NoFaultAtTheEnd {
 inline double ToleranceOf(const KernelTable& table) {
   return std::string(table.name) == "amx" || std::string(table.name) == "avx512bf16" ? 3e-2 : 1e-4;
 }
-
-inline void OnPath(const std::string& name, void (*test)(Device&, const KernelTable&)) {
-  const auto device = testing::TestDevice(name);
-  if (absl::IsNotFound(device.status())) return SkipTest(std::string(device.status().message()));
-  REQUIRE(device.ok());
-  // Workers are the CPU's, whatever the device is.
-  const KernelTable* table = kernels::FindKernelTable(name.c_str());
-  if (table == nullptr) table = kernels::AvailableKernelTables().back();
-  test(**device, *table);
-}
-#define SLUICE_TEST_ON_EVERY_PATH(claim, test)                     \
-  TEST_CASE(claim " (portable)") { OnPath("portable", test); }     \
-  TEST_CASE(claim " (avx2)") { OnPath("avx2", test); }             \
-  TEST_CASE(claim " (avx512bf16)") { OnPath("avx512bf16", test); } \
-  TEST_CASE(claim " (amx)") { OnPath("amx", test); }               \
-  TEST_CASE(claim " (cuda)", "[cuda]") { OnPath("cuda", test); }
 
 // Returns the sequences that share their group with `slot`.
 inline std::vector<int> GroupOf(int slot, const Shape& shape, int groups) {

@@ -175,10 +175,15 @@ class FluxionPolicy : public OffloadPolicy {
     std::vector<std::vector<int32_t>> all = OffloadPolicy::FirstUnits(slot, tokens, hints);
     const auto sink =
         static_cast<int32_t>(std::min<int64_t>(shape_.sink_units, PlacesBehindRing(slot, tokens)));
+    // Nothing is brought that the anchor's blocks would put out at once.
+    if (hints.entries.empty() && FetchesAnchorBlocks(slot, tokens)) {
+      for (std::vector<int32_t>& units : all) units.clear();
+    }
     for (std::vector<int32_t>& units : all) {
       // The oldest other units make room for those of the sink that are not there.
       const auto others = std::lower_bound(units.begin(), units.end(), sink);
-      const auto lacking = static_cast<size_t>(sink - (others - units.begin()));
+      const auto lacking = std::min(static_cast<size_t>(sink - (others - units.begin())),
+                                    static_cast<size_t>(units.end() - others));
       std::vector<int32_t> with_sink(static_cast<size_t>(sink));
       for (int32_t unit = 0; unit < sink; ++unit) with_sink[static_cast<size_t>(unit)] = unit;
       with_sink.insert(with_sink.end(), others + static_cast<int64_t>(lacking), units.end());
@@ -189,9 +194,7 @@ class FluxionPolicy : public OffloadPolicy {
 
   void BuildArrays(Stream& stream, int slot, int64_t tokens,
                    const OffloadTier::BulkRow& row) override {
-    AnchorBlocks* const blocks = parts_.anchor_blocks.get();
-    const bool fetches =
-        blocks != nullptr && budgets_.first_queries().Has(slot) && blocks->Chooses(tokens);
+    const bool fetches = FetchesAnchorBlocks(slot, tokens);
     for (int layer = shape_.dense_layers; layer < shape_.layers; ++layer) {
       kernels::LevelDigestsParams digests{};
       digests.cache = tier().Home(layer);
@@ -202,7 +205,9 @@ class FluxionPolicy : public OffloadPolicy {
       digests.rows = 1;
       kernels().LevelDigests(stream, digests);
       budgets_.MakeAnchor(stream, layer, slot, row);
-      if (fetches) blocks->Fetch(stream, layer, budgets_.first_queries().OfSlot(layer, slot), row);
+      if (!fetches) continue;
+      const float* const q = budgets_.first_queries().OfSlot(layer, slot);
+      parts_.anchor_blocks->Fetch(stream, layer, q, row);
     }
   }
 
@@ -211,6 +216,10 @@ class FluxionPolicy : public OffloadPolicy {
   }
 
  private:
+  bool FetchesAnchorBlocks(int slot, int64_t tokens) const {
+    return parts_.anchor_blocks != nullptr && budgets_.first_queries().Has(slot) &&
+           parts_.anchor_blocks->Chooses(tokens);
+  }
   // A row reads digests of one level; those of the smallest blocks are the most.
   int64_t DigestBytes(int64_t tokens) const {
     const int64_t digest = int64_t{2} * shape_.head_dim * SizeOf(kv().element_type);

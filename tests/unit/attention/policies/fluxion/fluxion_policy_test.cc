@@ -302,7 +302,7 @@ void TestHotBlocks(const PolicyRig::Shape& shape) {
 SLUICE_TEST_ON_CPU_AND_GPU("blocks that were selected have places in HBM afterwards", TestHotBlocks)
 
 // Heads that stream select nothing, but they attend to what has a place: the blocks that the
-// anchor's query scores highest, and those of the newest blocks that these have not put out.
+// anchor's query scores highest.
 void TestAnchorBlocks(const PolicyRig::Shape& of) {
   constexpr int kContext = 900, kBlock = 16, kPlaces = 16;
   PolicyRig::Shape shape = of;
@@ -322,21 +322,9 @@ void TestAnchorBlocks(const PolicyRig::Shape& of) {
   const int chosen = kPlaces / (shape.heads / shape.kv_heads);
   const float share =
       (static_cast<float>(chosen) - 0.5f) / static_cast<float>(kernels::CpuBlocks(segments, 0));
-  const int ring_begins = (kContext / kBlock + 1) * kBlock - kRingTokens;
   CheckRow(rig, out, 0, seed, kContext, [&](int layer) {
     auto attended = Attended(shape, make, {seed, layer}, kContext - 1, kBlock, share);
-    for (std::set<int>& tokens : attended) {
-      tokens.insert(kContext);
-      int put_out = 0;
-      for (int t = segments.sink; t < ring_begins - kPlaces * kBlock; t += kBlock) {
-        put_out += tokens.contains(t) ? 1 : 0;
-      }
-      CHECK(put_out > 0);
-      for (int t = ring_begins - kPlaces * kBlock; t < ring_begins; t += kBlock) {
-        if (tokens.contains(t) || put_out-- > 0) continue;
-        for (int i = 0; i < kBlock; ++i) tokens.insert(t + i);
-      }
-    }
+    for (std::set<int>& tokens : attended) tokens.insert(kContext);
     return attended;
   });
   CHECK(SumsOf(*policy).selected == 0);

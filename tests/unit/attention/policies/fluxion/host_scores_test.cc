@@ -16,6 +16,7 @@
 #include "src/base/rng.h"
 #include "tests/support/device.h"
 #include "tests/test_main.h"
+#include "tests/unit/attention/worker_paths.h"
 
 namespace sluice {
 namespace {
@@ -246,21 +247,6 @@ class World {
   std::unique_ptr<HostScores> scores_;
   std::unique_ptr<SlotWorkers> workers_;  // last: its threads use the scores
 };
-
-void OnPath(const std::string& name, void (*test)(Device&, const KernelTable&)) {
-  const auto device = testing::TestDevice(name);
-  if (absl::IsNotFound(device.status())) return SkipTest(std::string(device.status().message()));
-  REQUIRE(device.ok());
-  // Workers are the CPU's, whatever the device is.
-  const KernelTable* table = kernels::FindKernelTable(name.c_str());
-  if (table == nullptr) table = kernels::AvailableKernelTables().back();
-  test(**device, *table);
-}
-#define SLUICE_TEST_ON_EVERY_PATH(claim, test)                     \
-  TEST_CASE(claim " (portable)") { OnPath("portable", test); }     \
-  TEST_CASE(claim " (avx2)") { OnPath("avx2", test); }             \
-  TEST_CASE(claim " (avx512bf16)") { OnPath("avx512bf16", test); } \
-  TEST_CASE(claim " (cuda)", "[cuda]") { OnPath("cuda", test); }
 
 void Same(Device& device, const KernelTable& table) {
   for (const kernels::DType type : {kernels::DType::kBFloat16, kernels::DType::kFloat32}) {
