@@ -153,9 +153,9 @@ struct PolicyOptions {
   struct Fluxion {
     // Predicts how much each query head reads of what is not in HBM; null: each reads all of it.
     std::shared_ptr<const FluxionPredictor> predictor;
-    // The placement says who reads the units that are not in HBM. kFixed: the device reads a share of each list over
-    // the link and the CPU workers the others, so that no bit of a result depends on timing. kPull:
-    // the device and the workers take parts of the lists until none is left.
+    // The placement says who reads the units that are not in HBM. kFixed: the device reads a share
+    // of each list over the link and the CPU workers the others, so that no bit of a result depends
+    // on timing. kPull: the device and the workers take parts of the lists until none is left.
     enum class Placement { kFixed, kPull };
     Placement placement = Placement::kFixed;
     // The device's share with kFixed, up to 1. Negative: by the number of workers.

@@ -1,5 +1,5 @@
-// The commands of `sluice-profile fluxion` share these parts: their ends, their files, and the commands
-// that need samples and no model.
+// The commands of `sluice-profile fluxion` share these parts: their ends, their files, and the
+// commands that need samples and no model.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>

@@ -1,5 +1,6 @@
-// This file sums up what samples of heads say of a model: how the budget grows with the size of block, how well the
-// line of equation 1 follows it (Fluxion, figure 5 and section 5.2), and which heads stream.
+// This file sums up what samples of heads say of a model: how the budget grows with the size of
+// block, how well the line of equation 1 follows it (Fluxion, figure 5 and section 5.2), and which
+// heads stream.
 #pragma once
 
 #include <array>
