@@ -147,6 +147,9 @@ class Device {
   virtual absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
       const WorkerTeamOptions& options,
       std::function<absl::Status(int worker, int channel)> work) = 0;
+  // Returns whether workers and streams of this device run at the same time. Where they do not, an
+  // operator must not wait for what a worker has yet to write.
+  virtual bool WorkersRunBesideStreams() const { return true; }
   // Returns how many host threads a step keeps busy, at least the one that enqueues. Workers leave
   // a cpu to each of them.
   virtual int HostThreads() const { return 1; }

@@ -178,6 +178,7 @@ class PlanningDeviceImpl : public PlanningDevice {
     return std::make_unique<NoWorkers>(std::move(pinned));
   }
   int RowBucket(int rows) const override { return real_->RowBucket(rows); }
+  bool WorkersRunBesideStreams() const override { return real_->WorkersRunBesideStreams(); }
   int Processors() const override { return real_->Processors(); }
   DeviceMemory Memory() const override { return real_->Memory(); }
   HostPlacement Placement() const override { return real_->Placement(); }

@@ -55,12 +55,11 @@ absl::StatusOr<std::unique_ptr<PullShare>> PullShare::Create(const CoAttention::
                                                    kernels::kMostPullers, " pullers, found ",
                                                    options.pullers));
   }
-  // Its workers are events that happen when its streams have nothing to do, and a stream would have
-  // something to do until the arbiter answers.
-  if (options.device->name() == "sim") {
+  if (!options.device->WorkersRunBesideStreams()) {
     return absl::UnimplementedError(
-        "co-attention: a simulated device has one thread, so that nobody would answer it if it "
-        "pulled parts of lists");
+        absl::StrCat("co-attention: on device ", options.device->name(),
+                     " workers run only while no stream has anything to do, so that nobody would "
+                     "answer it if it pulled parts of lists"));
   }
   const int64_t lists = int64_t{options.max_rows} * options.kv_heads;
   const int64_t results =

@@ -59,6 +59,8 @@ class SimDeviceImpl : public SimDevice {
                  "a worker team"));
     return NewSimWorkerTeam(&state_, options.mailbox, std::move(errors), std::move(work));
   }
+  // Its workers are events that happen when its streams have nothing to do.
+  bool WorkersRunBesideStreams() const override { return false; }
   uint64_t stalls() const override { return state_.stalls; }
 
  private:
