@@ -197,6 +197,8 @@ void EngineImpl::Snapshot(std::function<void(EngineSnapshot)> done) {
     snapshot.times = times_;
     const absl::Time now = parts_.clock->Now();
     snapshot.running = static_cast<uint32_t>(running_.size());
+    snapshot.prompts_ended = static_cast<uint32_t>(std::count_if(
+        running_.begin(), running_.end(), [](const Sequence* s) { return s->prompt_ended; }));
     snapshot.waiting = static_cast<uint32_t>(awaiting_.size() + waiting_.size());
     for (const auto& [id, sequence] : sequences_) {
       using State = SequenceSnapshot::State;

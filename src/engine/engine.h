@@ -62,6 +62,8 @@ struct EngineSnapshot {
   std::vector<SequenceSnapshot> sequences;
   StepTimes times;
   uint32_t running = 0;  // including parked ones
+  // the running ones whose prompts are computed, so that their working sets are made or being made
+  uint32_t prompts_ended = 0;
   uint32_t waiting = 0;  // awaiting their transfer or capacity
   bool draining = false;
 };

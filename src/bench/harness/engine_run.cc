@@ -34,15 +34,15 @@ class EngineRun {
     marks_->times.resize(static_cast<size_t>(options_.windows) + 1);
     marks_->taken.resize(marks_->times.size());
     marks_->tokens.reserve(static_cast<size_t>(options_.windows * options_.steps) + 1);
-    // All sequences are in the batch, with their caches, before the first one decodes, so that they
-    // stay equally long.
+    // All sequences are in the batch, with their working sets, before the first one decodes, so
+    // that they stay equally long and nothing but steps is measured.
     SLUICE_RETURN_IF_ERROR(
         session_->HandOverAll(static_cast<size_t>(options_.batch),
                               [this](size_t i, ContextReader& r) { return Begin(i, r); }));
     StallWatch watch(options_.patience);
-    for (auto now = session_->AdmittedNow(); now.warm < slots || now.running < batch();
+    for (auto now = session_->AdmittedNow(); !now.Decode(batch(), slots);
          now = session_->AdmittedNow()) {
-      if (watch.Stalled(now.running + now.warm)) {
+      if (watch.Stalled(now.progress())) {
         return absl::ResourceExhaustedError(absl::StrCat(
             "only ", now.running, " of ", batch(), " sequences were admitted, and no other in ",
             absl::FormatDuration(options_.patience),

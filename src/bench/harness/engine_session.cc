@@ -15,6 +15,8 @@ namespace {
 
 constexpr uint32_t kChunkTokens = 512;  // For prompts whose last tokens a policy recomputes.
 constexpr int kPeers = 14;              // Threads that hand over at once.
+// A sequence waits for all others, whose working sets may take seconds each.
+constexpr absl::Duration kReaderPatience = absl::Minutes(5);
 
 }  // namespace
 
@@ -55,6 +57,7 @@ absl::Status EngineSession::Start(PagePool* hbm) {
   options.max_sequences = static_cast<uint32_t>(slots_);
   options.max_context = table.max_context;
   options.chunk_tokens = kChunkTokens;
+  options.slow_reader_timeout = kReaderPatience;
   Engine::Parts parts;
   parts.device = device_;
   parts.model = model_;
@@ -136,6 +139,7 @@ EngineSession::Admitted EngineSession::AdmittedNow() {
   absl::Notification asked;
   engine_->Snapshot([&](const EngineSnapshot& snapshot) {
     now.running = static_cast<int>(snapshot.running);
+    now.prompts_ended = static_cast<int>(snapshot.prompts_ended);
     for (int slot = 0; slot < slots_; ++slot) now.warm += policy_->Warm(slot) ? 1 : 0;
     asked.Notify();
   });

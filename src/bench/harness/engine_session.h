@@ -27,14 +27,17 @@
 
 namespace sluice::bench {
 
-// Counts tokens, and has room as soon as `open` is true. `on_token`, if not null, is called with
-// each token and their count, on the engine's thread.
+// Counts tokens. Until `open` is true it has room for the first one alone: the row that chooses it
+// is the prompt's last, behind which a policy makes the sequence's working set. `on_token`, if not
+// null, is called with each token and their count, on the engine's thread.
 class CountingSink : public TokenSink {
  public:
   using OnToken = std::function<void(const OutputToken& token, int64_t count)>;
   CountingSink(const std::atomic<bool>* open, OnToken on_token)
       : open_(open), on_token_(std::move(on_token)) {}
-  bool HasRoom(size_t) const override { return open_->load(std::memory_order_acquire); }
+  bool HasRoom(size_t count) const override {
+    return open_->load(std::memory_order_acquire) || tokens_ + static_cast<int64_t>(count) <= 1;
+  }
   void Emit(OutputToken token) override {
     ++tokens_;
     if (on_token_ != nullptr) on_token_(token, tokens_);
@@ -93,10 +96,18 @@ class EngineSession {
   // Landed chunks of all sequences so far.
   int64_t landed() const { return landed_.load(std::memory_order_relaxed); }
 
-  // The sequences that have a slot, and the slots whose caches are warm. The engine's thread is
-  // asked, because it alone may ask the policy.
+  // The sequences that have a slot, those of them whose prompts are computed, and the slots whose
+  // caches are warm. The engine's thread is asked, because it alone may ask the policy.
   struct Admitted {
-    int running = 0, warm = 0;
+    int running = 0, prompts_ended = 0, warm = 0;
+
+    // Returns whether `sequences` sequences can decode at once. A slot is warm before its prompt
+    // has ended too, and is not while the working set is made behind that.
+    bool Decode(int sequences, int slots) const {
+      return prompts_ended >= sequences && warm >= slots;
+    }
+    // Rises with every sequence that comes nearer to decoding.
+    int progress() const { return running + prompts_ended + warm; }
   };
   Admitted AdmittedNow();
 

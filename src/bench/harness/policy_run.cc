@@ -7,6 +7,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "src/attention/policy_factory.h"
 #include "src/base/status_macros.h"
 #include "src/bench/harness/engine_run.h"
@@ -33,11 +34,11 @@ EngineRunOptions RunOptions(const std::vector<Context>& contexts, int batch, int
   return options;
 }
 
-// Returns whether a kernel only moves K and V over the link and computes nothing, by the prefix of
-// its name.
-bool OnlyMoves(const std::string& kernel) {
+// Returns whether a kernel is no part of the model's step, by the prefix of its name: it only moves
+// K and V over the link and computes nothing, or belongs to a sequence's warm-up.
+bool OutsideModel(const std::string& kernel) {
   for (const char* name : {"Transfer", "WriteThrough", "CopyRows", "CopyBatch", "transfer",
-                           "write_through", "copy_rows"}) {
+                           "write_through", "copy_rows", "Anchor", "anchor"}) {
     if (absl::StartsWith(kernel, name)) return true;
   }
   return false;
@@ -181,6 +182,11 @@ double PolicyRun::CpuTokens() const {
   return rows == 0 ? 0 : static_cast<double>(missing) / static_cast<double>(rows * kv_heads);
 }
 
+double PolicyRun::WorkersBusy() const {
+  if (workers.workers == 0 || counted <= absl::ZeroDuration()) return 0;
+  return absl::FDivDuration(workers.busy, workers.workers * counted);
+}
+
 std::vector<double> MissesByLayer(const PolicyStatistics& statistics) {
   std::vector<double> misses;
   for (const PolicyStatistics::Layer& layer : statistics.layers) {
@@ -207,7 +213,7 @@ int PolicyRunTokens(int steps) {
 double IdleShare(const StepTrace& trace) {
   std::vector<std::pair<absl::Time, absl::Time>> busy;
   for (const TraceSlice& slice : trace.device) {
-    if (slice.kind != TraceSlice::Kind::kKernel || OnlyMoves(slice.name)) continue;
+    if (slice.kind != TraceSlice::Kind::kKernel || OutsideModel(slice.name)) continue;
     busy.emplace_back(std::max(slice.begin, trace.begin), std::min(slice.end, trace.end));
   }
   std::sort(busy.begin(), busy.end());
@@ -243,12 +249,15 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
   if (run.latent) run.budget_tokens = OptionsOf(world, name).index_top_k;
   PolicyStatistics before;
   WorkerStatistics workers_before;
+  absl::Time counted_from;
   options.on_edge = [&](bool last) {
     run.statistics = policy->Statistics().Since(before);
     run.workers = policy->Workers();
     run.workers.busy -= workers_before.busy;
     run.workers.tokens -= workers_before.tokens;
+    run.counted = absl::Now() - counted_from;
     if (last) return;
+    counted_from = absl::Now();
     before = run.statistics;
     workers_before = run.workers;
   };

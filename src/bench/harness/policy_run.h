@@ -85,6 +85,7 @@ struct PolicyRun {
   // Counted in the windows alone, without the first steps.
   PolicyStatistics statistics;
   WorkerStatistics workers;
+  absl::Duration counted;    // Time over which `statistics` and `workers` were counted.
   MemoryTraffic step_bytes;  // Bytes that a step must move.
   int64_t budget_tokens = 0;
   int kv_heads = 0;
@@ -103,6 +104,9 @@ struct PolicyRun {
   double LinkBytesPerStep() const;
   // Tokens per row and KV head that the CPU attended to or the link brought.
   double CpuTokens() const;
+  // Share of that time in which a CPU worker was busy, on average; 0: there are none. What is left
+  // of 1 is the processor's idle time, as IdleShare is the device's.
+  double WorkersBusy() const;
 };
 
 // Return the entries of latent caches that a sequence misses in a step, by layer; and their spread
@@ -134,8 +138,10 @@ absl::StatusOr<MeanSelection> FindMeanSelection(const PolicyWorld& world, const 
                                                 double tokens);
 
 // Returns the share of a trace's time in which no kernel of the model ran on any stream. Only the
-// part of a kernel inside the trace counts. Waits are not kernels, and kernels that only move K and
-// V over the link are not the model's.
+// part of a kernel inside the trace counts. Waits are not kernels. Kernels that only move K and V
+// over the link are not the model's, nor are those that measure the anchor of a sequence that is
+// being warmed up. Attention over the link is, and so is PullAttention, which also runs while it
+// waits for parts: of a policy that pulls, the share is the least that it may be.
 double IdleShare(const StepTrace& trace);
 
 // Returns the value below which that share of the values lie; 0 if there are none.

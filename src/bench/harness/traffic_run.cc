@@ -57,6 +57,7 @@ class Traffic {
       if (sequences_[i].after == 0) SLUICE_RETURN_IF_ERROR(Submit(i));
     }
     SLUICE_RETURN_IF_ERROR(AwaitFirst(slots));
+    opened_ = absl::Now();
     open_.store(true, std::memory_order_release);
     session_->engine().Wake();
     SLUICE_RETURN_IF_ERROR(AwaitAll());
@@ -110,9 +111,9 @@ class Traffic {
     const auto wanted = std::count_if(sequences_.begin(), sequences_.end(),
                                       [](const TrafficSequence& s) { return s.after == 0; });
     StallWatch watch(options_.patience);
-    for (auto now = session_->AdmittedNow(); now.warm < slots || now.running < wanted;
+    for (auto now = session_->AdmittedNow(); !now.Decode(static_cast<int>(wanted), slots);
          now = session_->AdmittedNow()) {
-      if (watch.Stalled(now.running + now.warm)) {
+      if (watch.Stalled(now.progress())) {
         return absl::ResourceExhaustedError(
             absl::StrCat("only ", now.running, " of the first ", wanted,
                          " sequences were admitted: lower --batches"));
@@ -151,13 +152,13 @@ class Traffic {
 
   absl::StatusOr<TrafficRun> Result() const {
     const std::vector<StepWatch::Timed>& steps = watch_.steps();
-    constexpr size_t kFirst = kEngineWarmUpTokens;
-    if (steps.size() <= kFirst) return absl::InternalError("there were too few steps");
+    const size_t first_measured = FirstMeasured();
+    if (steps.size() <= first_measured) return absl::InternalError("there were too few steps");
     TrafficRun run;
-    run.begin = steps[kFirst].begin;
+    run.begin = steps[first_measured].begin;
     run.end = steps.back().end;
     int64_t tokens = 0;
-    for (size_t i = kFirst; i < steps.size(); ++i) {
+    for (size_t i = first_measured; i < steps.size(); ++i) {
       run.steps.push_back(steps[i].seconds());
       tokens += steps[i].sequences;
       if (BesideArrival(steps[i])) run.beside_arrivals.push_back(steps[i].seconds());
@@ -170,8 +171,17 @@ class Traffic {
         run.gaps.push_back(absl::ToDoubleSeconds(state.tokens[i] - state.tokens[i - 1]));
       }
     }
-    AddJumps(&run);
+    AddJumps(first_measured, &run);
     return run;
+  }
+
+  // Returns the number of the first step that is measured. Before the first sequences decode there
+  // were steps with the last rows of their prompts, which made the first token of each.
+  size_t FirstMeasured() const {
+    const std::vector<StepWatch::Timed>& steps = watch_.steps();
+    const auto opened = std::find_if(steps.begin(), steps.end(),
+                                     [this](const auto& step) { return step.begin >= opened_; });
+    return static_cast<size_t>(opened - steps.begin()) + kEngineWarmUpTokens - 1;
   }
 
   bool BesideArrival(const StepWatch::Timed& step) const {
@@ -183,14 +193,14 @@ class Traffic {
     return false;
   }
 
-  void AddJumps(TrafficRun* run) const {
+  void AddJumps(size_t first_measured, TrafficRun* run) const {
     std::vector<size_t> at;
     for (const State& state : states_) at.insert(at.end(), state.jumps.begin(), state.jumps.end());
     std::sort(at.begin(), at.end());
     at.erase(std::unique(at.begin(), at.end()), at.end());
     const std::vector<StepWatch::Timed>& steps = watch_.steps();
     for (const size_t jump : at) {
-      if (jump < kEngineWarmUpTokens || jump >= steps.size()) continue;
+      if (jump < first_measured || jump >= steps.size()) continue;
       run->jumps.push_back(steps[jump].seconds());
       for (size_t i = jump + 1; i <= jump + kAfterJump && i < steps.size(); ++i) {
         run->after_jumps.push_back(steps[i].seconds());
@@ -202,6 +212,7 @@ class Traffic {
   const std::vector<TrafficSequence>& sequences_;
   const int jump_;
   std::atomic<bool> open_{false};
+  absl::Time opened_;
   std::atomic<int64_t> first_tokens_{0};
   StepWatch watch_;
   std::vector<State> states_;

@@ -10,19 +10,20 @@ namespace sluice::bench {
 using nlohmann::json;
 
 std::string RunHeader() {
-  return absl::StrFormat("%-24s %8s %7s %9s %9s %9s %7s %7s %7s %10s %8s %6s\n", "policy",
-                         "context", "batch", "tokens/s", "p50 ms", "p99 ms", "idle", "CPU", "hits",
-                         "link MB", "interval", "ends");
+  return absl::StrFormat("%-24s %8s %7s %9s %9s %9s %7s %7s %7s %7s %10s %8s %6s\n", "policy",
+                         "context", "batch", "tokens/s", "p50 ms", "p99 ms", "idle", "busy", "CPU",
+                         "hits", "link MB", "interval", "ends");
 }
 
 std::string RunLine(const PolicyRun& run) {
   const std::string interval =
       run.RecallInterval() > 0 ? absl::StrFormat("%.1f", run.RecallInterval()) : "-";
   return absl::StrFormat(
-      "%-24s %8d %6d%s %9.1f %9.2f %9.2f %6.1f%% %6.1f%% %6.1f%% %10.3f %8s %6s\n", run.policy,
-      run.context, run.batch, run.largest ? "*" : " ", run.tokens_per_second(), run.tpot_p50 * 1e3,
-      run.tpot_p99 * 1e3, 100 * run.idle_share, 100 * run.CpuShare(), 100 * run.HitRate(),
-      run.LinkBytesPerStep() / 1e6, interval, run.largest ? run.admission.bound : "");
+      "%-24s %8d %6d%s %9.1f %9.2f %9.2f %6.1f%% %6.1f%% %6.1f%% %6.1f%% %10.3f %8s %6s\n",
+      run.policy, run.context, run.batch, run.largest ? "*" : " ", run.tokens_per_second(),
+      run.tpot_p50 * 1e3, run.tpot_p99 * 1e3, 100 * run.idle_share, 100 * run.WorkersBusy(),
+      100 * run.CpuShare(), 100 * run.HitRate(), run.LinkBytesPerStep() / 1e6, interval,
+      run.largest ? run.admission.bound : "");
 }
 
 std::string NoRoomLine(const std::string& policy, int context, int batch, int largest) {
@@ -38,6 +39,7 @@ Figure RunFigure(const PolicyRun& run) {
             {"tpot_p50_seconds", run.tpot_p50},
             {"tpot_p99_seconds", run.tpot_p99},
             {"idle_share", run.idle_share},
+            {"workers_busy_share", run.WorkersBusy()},
             {"cpu_share", run.CpuShare()},
             {"hit_rate", run.HitRate()},
             {"link_bytes_per_step", run.LinkBytesPerStep()},

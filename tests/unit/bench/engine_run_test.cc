@@ -1,11 +1,15 @@
-// Tests the bench's batches: a batch that is reported to fit runs, and one that does not fit is
-// reported.
+// Tests the bench's batches: a batch that is reported to fit runs, one that does not fit is
+// reported, and sequences decode together or not at all.
 #include "src/bench/harness/engine_run.h"
 
 #include <algorithm>
 #include <catch2/catch.hpp>
+#include <map>
 #include <string>
+#include <utility>
 
+#include "absl/time/clock.h"
+#include "src/attention/forwarding_policy.h"
 #include "src/bench/harness/policy_run.h"
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
@@ -71,6 +75,67 @@ TEST_CASE("the largest batch of policy ess runs where DRAM has no room for its i
               (more == 0 ? absl::StatusCode::kOk : absl::StatusCode::kResourceExhausted));
     }
   }
+}
+
+// Makes every working set take long, and counts the steps in which some sequences decode and others
+// do not.
+class SlowWarmUps : public ForwardingPolicy {
+ public:
+  SlowWarmUps(AttentionPolicy* policy, int context, int batch)
+      : ForwardingPolicy(policy), context_(context), batch_(batch) {}
+
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
+    ForwardingPolicy::EndPrompt(slot, tokens, std::move(hints));
+    // One behind the other, as on one stream of a device.
+    warm_at_ = std::max(warm_at_, absl::Now()) + absl::Milliseconds(20);
+    slot_warm_at_[slot] = warm_at_;
+  }
+  bool Warm(int slot) override {
+    const auto it = slot_warm_at_.find(slot);
+    return (it == slot_warm_at_.end() || absl::Now() >= it->second) && ForwardingPolicy::Warm(slot);
+  }
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override {
+    ForwardingPolicy::BeginStep(stream, slots, positions);
+    const auto decode = std::count_if(positions.begin(), positions.end(),
+                                      [this](int32_t p) { return p >= context_; });
+    whole_ += decode == batch_ ? 1 : 0;
+    partial_ += decode > 0 && decode < batch_ ? 1 : 0;
+  }
+  int whole() const { return whole_; }
+  int partial() const { return partial_; }
+
+ private:
+  const int context_, batch_;
+  absl::Time warm_at_ = absl::InfinitePast();
+  std::map<int, absl::Time> slot_warm_at_;
+  int whole_ = 0, partial_ = 0;
+};
+
+TEST_CASE("no sequence decodes before the working sets of all are made") {
+  constexpr int kContext = 96, kBatch = 3;
+  const std::unique_ptr<Device> device = OrFail(NewCpuDevice({"auto", 1}));
+  Model::Options model_options;
+  model_options.directory = fixtures::SourceDir("tiny-llama");
+  model_options.load_format = "dummy";
+  model_options.max_context = 512;
+  model_options.max_rows = 512 + kBatch;
+  model_options.max_logits = kBatch;
+  const std::unique_ptr<Model> model = OrFail(Model::Load(model_options, device.get()));
+  EngineRunOptions options;
+  options.batch = kBatch;
+  options.context = kContext;
+  options.steps = 4;
+  options.windows = 2;
+  PolicyWorld world = WorldOf(*device, *model, kBatch, kContext + EngineTokens(options));
+  const auto tiers = OrFail(BenchTiers::Create(*device, int64_t{16} << 20, int64_t{16} << 20));
+  REQUIRE(tiers->Cut(&world, "scout").ok());
+  options.dram = world.dram;
+  const auto policy = OrFail(SetUpPolicy(world, "scout"));
+  SlowWarmUps slow(policy.get(), kContext, kBatch);
+  OrFail(RunEngine(options, kBatch, device.get(), model.get(), world.hbm, &slow));
+  CHECK(slow.whole() >= options.windows * options.steps);
+  CHECK(slow.partial() == 0);
 }
 
 TEST_CASE("leftovers in the pool do not break a run that fetches nothing") {

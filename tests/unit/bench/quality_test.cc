@@ -160,6 +160,24 @@ TEST_CASE("idle is what no kernel covers inside the trace") {
   trace.device.back().name = "TransferKernel";
   add(TraceSlice::Kind::kKernel, 0, 8, 15);  // Beyond the end.
   CHECK(IdleShare(trace) == Approx(0.4));
+  add(TraceSlice::Kind::kKernel, 4, 0, 10);  // Of a sequence that is being warmed up.
+  trace.device.back().name = "AnchorWalkKernel<__nv_bfloat16>";
+  CHECK(IdleShare(trace) == Approx(0.4));
+  add(TraceSlice::Kind::kKernel, 5, 6, 7);  // Attention over the link, beside the workers.
+  trace.device.back().name = "ListKernel<128, 1, true, 2>";
+  CHECK(IdleShare(trace) == Approx(0.3));
+}
+
+TEST_CASE("workers are busy for their share of the time of all of them") {
+  PolicyRun run;
+  CHECK(run.WorkersBusy() == 0);
+  run.workers.workers = 4;
+  CHECK(run.WorkersBusy() == 0);  // Nothing was counted.
+  run.counted = absl::Seconds(5);
+  run.workers.busy = absl::Seconds(15);
+  CHECK(run.WorkersBusy() == Approx(0.75));
+  CHECK(RunJson(run).at("workers_busy_share").get<double>() == Approx(0.75));
+  CHECK(RunLine(run).find("75.0%") != std::string::npos);
 }
 
 TEST_CASE("percentiles of gaps") {
