@@ -225,7 +225,7 @@ struct SegmentListsParams {
 };
 
 // Divides each list in two: `first` has its first min(n, ceil(n * share)) units, where the product
-// is a float32, and `rest` has the others.
+// is a float32, and `rest` has the others. The share is the list's own where `shares` are given.
 struct DivideListsParams {
   UnitLists from;
   UnitLists first, rest;  // of the capacity of `from`
@@ -237,6 +237,8 @@ struct DivideListsParams {
   int32_t kv_heads;
   int32_t unit_tokens;
   float share;  // from 0 to 1
+  const float*
+      shares;  // [slots][kv_heads] from 0 to 1, by the row's slot, or null: `share` for all
 };
 
 }  // namespace sluice::kernels

@@ -68,7 +68,7 @@ SLUICE_PLAIN_PARAMS(PlanRetrievalParams, 72);
 SLUICE_PLAIN_PARAMS(LevelScoresParams, 296);
 SLUICE_PLAIN_PARAMS(SelectUnionParams, 96);
 SLUICE_PLAIN_PARAMS(SegmentListsParams, 224);
-SLUICE_PLAIN_PARAMS(DivideListsParams, 104);
+SLUICE_PLAIN_PARAMS(DivideListsParams, 112);
 SLUICE_PLAIN_PARAMS(PullAsk, 64);
 SLUICE_PLAIN_PARAMS(PullGrant, 64);
 SLUICE_PLAIN_PARAMS(PullAttentionParams, 256);

@@ -33,6 +33,12 @@ void CopyUnits(const int32_t* from, int32_t count, const UnitLists& to, int64_t 
   to.counts[list] = count;
 }
 
+// A padded row's list has no unit, whatever its share.
+float ShareOf(const DivideListsParams& p, int64_t row, int64_t list) {
+  if (p.shares == nullptr || p.slots[row] < 0) return p.share;
+  return p.shares[int64_t{p.slots[row]} * p.kv_heads + list % p.kv_heads];
+}
+
 }  // namespace
 
 void SegmentLists(const SegmentListsParams& p, Worker worker) {
@@ -47,7 +53,7 @@ void DivideLists(const DivideListsParams& p, Worker worker) {
     for (int64_t list = r * p.kv_heads; list < (r + 1) * p.kv_heads; ++list) {
       const int32_t* from = p.from.units + list * p.from.capacity;
       const int32_t count = p.slots[r] < 0 ? 0 : p.from.counts[list];
-      const int32_t cut = FirstUnits(count, p.share);
+      const int32_t cut = FirstUnits(count, ShareOf(p, r, list));
       CopyUnits(from, cut, p.first, list);
       CopyUnits(from + cut, count - cut, p.rest, list);
       units += count;

@@ -56,7 +56,11 @@ void DivideLists(const DivideListsParams& p, Worker worker) {
     for (int64_t list = r * p.kv_heads; list < (r + 1) * p.kv_heads; ++list) {
       const int32_t* from = p.from.units + list * p.from.capacity;
       const int32_t count = p.slots[r] < 0 ? 0 : p.from.counts[list];
-      const double wanted = std::ceil(double{static_cast<float>(count) * p.share});
+      float share = p.share;
+      if (p.shares != nullptr && p.slots[r] >= 0) {
+        share = p.shares[int64_t{p.slots[r]} * p.kv_heads + list - r * p.kv_heads];
+      }
+      const double wanted = std::ceil(double{static_cast<float>(count) * share});
       const int32_t cut = std::min(count, static_cast<int32_t>(wanted));
       PutList(p.first, list, {from, from + cut});
       PutList(p.rest, list, {from + cut, from + count});

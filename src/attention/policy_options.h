@@ -169,6 +169,11 @@ struct PolicyOptions {
     bool resident = true;
     // True: digests lie in DRAM, and the CPU workers score them, as published.
     bool digests_in_dram = false;
+    // The meaning of the device's share with kFixed. kEachList: of each list. The others give it
+    // whole lists, assigned before each step: kHeads by their number, kLengths by the lengths of
+    // their sequences (policies/fluxion/list_shares.h).
+    enum class Division { kEachList, kHeads, kLengths };
+    Division division = Division::kEachList;
   } fluxion;
 
   struct Hgca {

@@ -120,7 +120,13 @@ void TestDivision(const KernelTable& table, Random& random) {
   constexpr int32_t kRows = 4, kCapacity = 700;
   constexpr int64_t kLists = int64_t{kRows} * kKvHeads;
   const Guarded<int32_t> slots = BufferOf({3, 0, -1, 4});
-  for (const float share : {0.0f, 0.3f, 0.875f, 1.0f}) {
+  constexpr float kByList = -1;  // each list has a share of its own
+  Guarded<float> shares(int64_t{kSlots} * kKvHeads);
+  for (size_t i = 0; i < shares.size(); ++i) {
+    const float some[] = {0, 1, 0.3f, static_cast<float>(random() % 1000) / 1000};
+    shares[i] = some[random() % std::size(some)];
+  }
+  for (const float share : {0.0f, 0.3f, 0.875f, 1.0f, kByList}) {
     TestLists from(kLists, kCapacity);
     for (int64_t list = 0; list < kLists; ++list) {
       if (slots[list / kKvHeads] < 0) continue;  // not to be read
@@ -143,7 +149,8 @@ void TestDivision(const KernelTable& table, Random& random) {
       p.rows = kRows;
       p.kv_heads = kKvHeads;
       p.unit_tokens = 32;
-      p.share = share;
+      p.share = std::max(share, 0.0f);
+      p.shares = share == kByList ? shares.data() : nullptr;
       RunWorkers(table.divide_lists, p, workers);
       int64_t missing[kSlots] = {}, read[kSlots] = {};
       for (int64_t list = 0; list < kLists; ++list) {
@@ -153,8 +160,10 @@ void TestDivision(const KernelTable& table, Random& random) {
           continue;
         }
         const std::vector<int32_t> units = from.List(list);
+        const float mine =
+            share == kByList ? shares[int64_t{slot} * kKvHeads + list % kKvHeads] : share;
         const auto cut =
-            static_cast<int64_t>(std::ceil(double{static_cast<float>(units.size()) * share}));
+            static_cast<int64_t>(std::ceil(double{static_cast<float>(units.size()) * mine}));
         CHECK(first.List(list) == std::vector<int32_t>(units.begin(), units.begin() + cut));
         CHECK(rest.List(list) == std::vector<int32_t>(units.begin() + cut, units.end()));
         missing[slot] += std::ssize(units) * 32;
@@ -164,11 +173,11 @@ void TestDivision(const KernelTable& table, Random& random) {
         CHECK(counters[slot].missing == missing[slot]);
         CHECK(counters[slot].read == read[slot]);
       }
-      CHECK(first.Damage() + rest.Damage() + counters.Damage() == "");
+      CHECK(first.Damage() + rest.Damage() + counters.Damage() + shares.Damage() == "");
     }
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("a list is divided after its first share", TestDivision)
+SLUICE_TEST_ON_EVERY_PATH("a list is divided after its first share, or after its own", TestDivision)
 
 }  // namespace
 }  // namespace sluice::kernels

@@ -51,7 +51,9 @@ __global__ void __launch_bounds__(kDivideThreads)
   WaitForPriorKernels();
   const int slot = p.slots[row];
   const int count = slot < 0 ? 0 : p.from.counts[list];
-  const int cut = FirstUnits(count, p.share);
+  const float share =
+      p.shares == nullptr || slot < 0 ? p.share : p.shares[slot * p.kv_heads + list % p.kv_heads];
+  const int cut = FirstUnits(count, share);
   const int32_t* from = p.from.units + int64_t{list} * p.from.capacity;
   int32_t* first = p.first.units + int64_t{list} * p.first.capacity;
   int32_t* rest = p.rest.units + int64_t{list} * p.rest.capacity;

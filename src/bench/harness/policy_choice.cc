@@ -12,6 +12,7 @@
 #include "absl/strings/strip.h"
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
+#include "src/bench/harness/policy_settings.h"
 #include "src/bench/harness/synthetic_predictor.h"
 
 namespace sluice::bench {
@@ -23,7 +24,6 @@ using Refill = PolicyOptions::Clo::Refill;
 
 constexpr char kMeanSelection[] = "hgca-mean";
 constexpr char kAuto[] = "auto";
-constexpr bool kSkip = true;
 
 struct Preset {
   const char* name;
@@ -134,134 +134,6 @@ constexpr Preset kPresets[] = {
     {kAuto, kAuto, [](PolicyOptions&) {}},
 };
 
-struct Setting {
-  const char* key;
-  // The policy that reads it ("ess" covers offload-naive too); empty: all policies that select by a
-  // budget.
-  const char* policy;
-  bool whole;  // A whole number of 1 or more (tokens or steps).
-  void (*apply)(PolicyOptions&, double);
-};
-constexpr Setting kSettings[] = {
-    {"budget", "", true,
-     [](PolicyOptions& o, double value) { o.budget_tokens = static_cast<int>(value); }},
-    // Values of kernels::GroupReduction: 0 the largest, 1 the mean, 2 the sum of softmaxes.
-    {"reduction", "", false,
-     [](PolicyOptions& o, double value) {
-       o.reduction =
-           static_cast<kernels::GroupReduction>(std::clamp(static_cast<int>(value), 0, 2));
-     }},
-    {"rehearsals", "scout", false,
-     [](PolicyOptions& o, double value) { o.rehearsals = static_cast<int>(value); }},
-    {"whole", "scout", false,
-     [](PolicyOptions& o, double value) { o.scout.attend_whole = value != 0; }},
-    {"codes", "scout", false,
-     [](PolicyOptions& o, double value) { o.scout.key_codes = value != 0; }},
-    {"shortlist", "scout", true,
-     [](PolicyOptions& o, double value) { o.scout.shortlist_tokens = static_cast<int>(value); }},
-    {"narrowed", "scout", false,
-     [](PolicyOptions& o, double value) { o.scout.narrowed = static_cast<float>(value); }},
-    {"drift", "scout", false, [](PolicyOptions& o, double value) { o.scout.drift = value != 0; }},
-    {"beta", "hgca", false,
-     [](PolicyOptions& o, double value) { o.hgca.beta = static_cast<float>(value); }},
-    {"following", "hgca", false,
-     [](PolicyOptions& o, double value) { o.hgca.following = static_cast<int>(value); }},
-    {"alpha", "hgca", false,
-     [](PolicyOptions& o, double value) { o.hgca.alpha = static_cast<float>(value); }},
-    {"window", "hgca", true,
-     [](PolicyOptions& o, double value) { o.hgca.window_tokens = static_cast<int>(value); }},
-    // The reduction of the moving average; PolicyOptions refuses 2.
-    {"average-reduction", "hgca", false,
-     [](PolicyOptions& o, double value) {
-       o.hgca.reduction =
-           static_cast<kernels::GroupReduction>(std::clamp(static_cast<int>(value), 0, 2));
-     }},
-    {"rank", "recall", true,
-     [](PolicyOptions& o, double value) { o.recall.rank = static_cast<int>(value); }},
-    {"margin", "recall", false,
-     [](PolicyOptions& o, double value) { o.recall.margin = static_cast<float>(value); }},
-    {"divisor", "clo", false,
-     [](PolicyOptions& o, double value) { o.clo.budget_divisor = static_cast<int>(value); }},
-    {"similarity", "clo", false,
-     [](PolicyOptions& o, double value) {
-       o.clo.similarity = static_cast<float>(value);
-       o.clo.thresholds.clear();  // of a profile
-     }},
-    // Values of kernels::SimilarityRule: 0 the paper's, 1 the least, 2 the mean.
-    {"rule", "clo", false,
-     [](PolicyOptions& o, double value) {
-       o.clo.rule = static_cast<kernels::SimilarityRule>(std::clamp(static_cast<int>(value), 0, 2));
-     }},
-    {"refresh", "clo", false, [](PolicyOptions& o, double value) { o.clo.refresh = value != 0; }},
-    {"persistent", "clo", false,
-     [](PolicyOptions& o, double value) { o.clo.persistent_share = value; }},
-    {"prefetchable", "clo", false,
-     [](PolicyOptions& o, double value) { o.clo.prefetchable = value; }},
-    {"ahead", "clo", false,
-     [](PolicyOptions& o, double value) { o.clo.persistent_ahead = value != 0; }},
-    {"early", "clo", false, [](PolicyOptions& o, double value) { o.clo.early = value != 0; }},
-    {"replace", "clo", false,
-     [](PolicyOptions& o, double value) {
-       o.clo.refill = value != 0 ? Refill::kReplace : Refill::kDelta;
-     }},
-    {"bits", "clo", true,
-     [](PolicyOptions& o, double value) { o.clo.hash_bits = static_cast<int>(value); }},
-    {"levels", "clo", true,
-     [](PolicyOptions& o, double value) { o.clo.hash_levels = static_cast<int>(value); }},
-    {"centred", "clo", false, [](PolicyOptions& o, double value) { o.clo.centred = value != 0; }},
-    {"mover", "clo", false,
-     [](PolicyOptions& o, double value) {
-       o.clo.mover = value != 0 ? PolicyOptions::Mover::kCpu : PolicyOptions::Mover::kUva;
-     }},
-    {"mover-workers", "clo", true,
-     [](PolicyOptions& o, double value) { o.clo.mover_workers = static_cast<int>(value); }},
-    {"block", "fluxion", true,
-     [](PolicyOptions& o, double value) { o.fluxion.fixed_block = static_cast<int>(value); }},
-    {"fixed-share", "fluxion", false,
-     [](PolicyOptions& o, double value) { o.fluxion.fixed_share = value; }},
-    {"device-share", "fluxion", false,
-     [](PolicyOptions& o, double value) { o.fluxion.device_share = value; }},
-    {"pull", "fluxion", false,
-     [](PolicyOptions& o, double value) {
-       o.fluxion.placement = value != 0 ? PolicyOptions::Fluxion::Placement::kPull
-                                        : PolicyOptions::Fluxion::Placement::kFixed;
-     }},
-    {"hot", "fluxion", false,
-     [](PolicyOptions& o, double value) { o.fluxion.resident = value != 0; }},
-    {"host-digests", "fluxion", false,
-     [](PolicyOptions& o, double value) { o.fluxion.digests_in_dram = value != 0; }},
-    {"share", "scout", false,
-     [](PolicyOptions& o, double value) { o.scout.share_limit = static_cast<float>(value); }},
-    {"interval", "scout", true,
-     [](PolicyOptions& o, double value) {
-       o.scout.intervals.assign(static_cast<size_t>(o.hbm->layout().layers),
-                                static_cast<int32_t>(value));
-     }},
-    // The controller decides when to recall, whatever a profile says.
-    {"controller", "scout", false,
-     [](PolicyOptions& o, double value) {
-       if (value != 0) o.scout.intervals.clear();
-     }},
-    {"ratio", "ess", false,
-     [](PolicyOptions& o, double value) { o.ess.sparse_memory_ratio = value; }},
-    {"least", "ess", true,
-     [](PolicyOptions& o, double value) { o.ess.least_places = static_cast<int>(value); }},
-    {"prefetch", "ess", true,
-     [](PolicyOptions& o, double value) { o.ess.prefetch = static_cast<int>(value); }},
-    {"divide", "ess", false,
-     [](PolicyOptions& o, double value) { o.ess.divide_places = value != 0; }},
-    {"movers", "ess", true,
-     [](PolicyOptions& o, double value) { o.ess.transfer_workers = static_cast<int>(value); }},
-    {"skip", "ess", false,
-     [](PolicyOptions& o, double value) {
-       o.ess.probe.skip_transfers = value != 0 ? &kSkip : nullptr;
-     }},
-    {"row-copies", "ess", false,
-     [](PolicyOptions& o, double value) { o.ess.probe.row_copies = value != 0; }},
-    {"resident", "scout", true,
-     [](PolicyOptions& o, double value) { o.scout.resident_tokens = static_cast<int>(value); }},
-};
-
 const Preset* PresetOf(absl::string_view name) {
   for (const Preset& preset : kPresets) {
     if (name == preset.name) return &preset;
@@ -271,14 +143,14 @@ const Preset* PresetOf(absl::string_view name) {
 
 // One setting of a name, such as "budget=20%".
 struct Given {
-  const Setting* setting = nullptr;
+  const PolicySetting* setting = nullptr;
   double value = 0;
   bool percent = false;
 };
 absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part) {
   const std::pair<std::string, std::string> sides = absl::StrSplit(part, absl::MaxSplits('=', 1));
   Given given;
-  for (const Setting& setting : kSettings) {
+  for (const PolicySetting& setting : AllPolicySettings()) {
     if (sides.first == setting.key) given.setting = &setting;
   }
   if (given.setting == nullptr) {
@@ -289,9 +161,22 @@ absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part)
   const std::string policy = given.setting->policy;
   const std::string of = preset.policy == std::string("offload-naive") ? "ess" : preset.policy;
   // The model determines the tokens that full and ess attend to.
-  if (policy.empty() ? of == "full" || of == "ess" || of == kAuto : policy != of) {
+  const bool has = policy.empty() ? of != "full" && of != "ess" && of != kAuto
+                                  : policy == of || policy == preset.name;
+  if (!has) {
     return absl::InvalidArgumentError(
         absl::StrCat("policy ", preset.name, " has no '", sides.first, "'"));
+  }
+  const absl::string_view words = given.setting->words;
+  if (!words.empty()) {
+    const std::vector<std::string> all = absl::StrSplit(words, ',');
+    const auto word = std::find(all.begin(), all.end(), sides.second);
+    if (word == all.end()) {
+      return absl::InvalidArgumentError(absl::StrCat("'", std::string(part), "': ", sides.first,
+                                                     " takes ", absl::StrJoin(all, ", ")));
+    }
+    given.value = static_cast<double>(word - all.begin());
+    return given;
   }
   absl::string_view value = sides.second;
   given.percent = sides.first == "budget" && absl::ConsumeSuffix(&value, "%");
@@ -320,7 +205,7 @@ const std::vector<std::string>& PolicyNames() {
 const std::vector<std::string>& PolicySettings() {
   static const auto* names = [] {
     auto* out = new std::vector<std::string>;
-    for (const Setting& setting : kSettings) out->push_back(setting.key);
+    for (const PolicySetting& setting : AllPolicySettings()) out->push_back(setting.key);
     return out;
   }();
   return *names;

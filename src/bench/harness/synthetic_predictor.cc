@@ -8,6 +8,7 @@
 
 #include "kernels/fluxion_segments.h"
 #include "src/base/rng.h"
+#include "src/base/status_macros.h"
 
 namespace sluice::bench {
 namespace {
@@ -149,6 +150,21 @@ double SyntheticVolume(const FluxionPredictor& predictor, const SyntheticPredict
     heads.clear();
   });
   return sum / (options.layers * options.kv_heads);
+}
+
+std::shared_ptr<const FluxionPredictor> WithoutStreaming(const FluxionPredictor& predictor) {
+  auto out = std::make_shared<FluxionPredictor>(predictor);
+  out->streaming_threshold = 1;  // no sigmoid is above it
+  return out;
+}
+
+std::shared_ptr<const FluxionPredictor> AtOneLevel(const FluxionPredictor& predictor, int level) {
+  SLUICE_CHECK(predictor.form == FluxionPredictor::Form::kFour);
+  auto out = std::make_shared<FluxionPredictor>(predictor);
+  for (int other = 0; other < kFluxionLevels; ++other) {
+    if (other != level) Scale(out.get(), other, 0, 0);  // the logarithm of 1
+  }
+  return out;
 }
 
 std::shared_ptr<const FluxionPredictor> SyntheticPredictor(

@@ -32,4 +32,14 @@ std::shared_ptr<const FluxionPredictor> SyntheticPredictor(
 double SyntheticVolume(const FluxionPredictor& predictor, const SyntheticPredictorOptions& options,
                        double fixed_share = -1);
 
+// Return the predictor with a part of it taken away, for ablations. Both keep the budgets of heads
+// that read.
+//
+// No head streams: those that would read what their own budgets say. These are drawn like everyone
+// else's, while a real head that streams would need little.
+std::shared_ptr<const FluxionPredictor> WithoutStreaming(const FluxionPredictor& predictor);
+// Every list has this level: at all others a head's budget is everything, so that the plan takes
+// none of them. REQUIRES: the form is kFour.
+std::shared_ptr<const FluxionPredictor> AtOneLevel(const FluxionPredictor& predictor, int level);
+
 }  // namespace sluice::bench

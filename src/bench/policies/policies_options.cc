@@ -26,6 +26,7 @@ The first table has these columns:
   p50, p99 ms  time per output token of one sequence
   idle         share of a traced run's time in which no kernel of the model ran (waits, and kernels that
                only move K and V over the link, do not count as kernels of the model)
+  busy         share of the time in which a CPU worker was busy, on average
   CPU          share of the budget that the CPU attended to or the link brought
   hits         share of the selection that lay in HBM
   link MB      K and V over the link in a step
@@ -77,6 +78,10 @@ scout:interval=8. These settings exist in this bench alone:
   fixed-share=X        (fluxion) how much each then reads of what is not in HBM
   device-share=X       (fluxion) how much of that the device reads over the link; the CPU reads the others
   pull=1               (fluxion) the device and the CPU take parts of that until none is left
+  schedule=WORD        (fluxion) who reads that: none: the CPU alone; uniform, length: whole lists are given to the device
+                       before the step, by their number or by their sequences' lengths; parts: a share of each list
+  streaming=0          (fluxion-synthetic) no head streams
+  level=N              (fluxion-synthetic) all blocks have N tokens: 16, 32, 64 or 128; budgets are the network's
   hot=0                (fluxion) no block has a place in HBM for being selected often
   host-digests=1       (fluxion) digests lie in DRAM, and the CPU scores them
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host

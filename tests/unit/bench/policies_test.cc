@@ -67,6 +67,20 @@ TEST_CASE("a policy's name may carry settings of that policy") {
     CHECK(published.fluxion.fixed_share == 0.05);
     CHECK_FALSE(WithPolicy(options, name + ":host-digests=0").fluxion.digests_in_dram);
   }
+  using Division = PolicyOptions::Fluxion::Division;
+  const PolicyOptions alone = WithPolicy(options, "fluxion-fixed:schedule=none");
+  CHECK(alone.fluxion.device_share == 0);
+  CHECK(alone.fluxion.division == Division::kEachList);
+  CHECK(WithPolicy(options, "fluxion:schedule=uniform").fluxion.division == Division::kHeads);
+  CHECK(WithPolicy(options, "fluxion:schedule=length").fluxion.division == Division::kLengths);
+  const PolicyOptions parts = WithPolicy(options, "fluxion:device-share=0.25:schedule=parts");
+  CHECK(parts.fluxion.division == Division::kEachList);
+  CHECK(parts.fluxion.device_share == 0.25);
+  CHECK(why("fluxion:schedule=1").find("none, uniform, length, parts") != std::string::npos);
+  CHECK_FALSE(ParsePolicies("scout:schedule=none").ok());
+  CHECK(ParsePolicies("fluxion-synthetic:streaming=0:level=32").ok());
+  CHECK_FALSE(ParsePolicies("fluxion-synthetic:level=48").ok());
+  CHECK_FALSE(ParsePolicies("fluxion:level=32").ok());  // a network of its own has levels
   CHECK_FALSE(ParsePolicies("scout:host-digests=1").ok());
   CHECK_FALSE(ParsePolicies("clo:device-share=1").ok());
   CHECK(IsAuto("auto"));
@@ -103,6 +117,38 @@ TEST_CASE("a synthetic predictor has the volume that is asked for, and heads tha
   }
   CHECK(streaming == Approx(0.6 * 8 * 32).epsilon(0.02));
   CHECK(budgets.size() > 200);
+}
+
+TEST_CASE("parts of a synthetic predictor are taken away, and budgets stay") {
+  SyntheticPredictorOptions options;
+  options.layers = 4;
+  options.heads = 16;
+  options.kv_heads = 4;
+  options.tokens = 16384;
+  const auto whole = SyntheticPredictor(options);
+  const auto reading = WithoutStreaming(*whole);
+  const auto large = AtOneLevel(*whole, 2);
+  CHECK(ValidFluxionPredictor(*reading, "made").ok());
+  CHECK(ValidFluxionPredictor(*large, "made").ok());
+  for (int layer = 0; layer < options.layers; ++layer) {
+    for (int head = 0; head < options.heads; ++head) {
+      std::array<float, kernels::kFluxionFeatures> features = {};
+      features[0] = static_cast<float>(layer);
+      features[1] = static_cast<float>(head);
+      features[34] = 0.6f;
+      const FluxionPredictor::Head told = whole->Predict(features);
+      CHECK_FALSE(reading->Predict(features).streaming);
+      CHECK(reading->Predict(features).budgets == told.budgets);
+      const FluxionPredictor::Head one = large->Predict(features);
+      CHECK(one.streaming == told.streaming);
+      CHECK(one.budgets[2] == told.budgets[2]);
+      CHECK((one.budgets[0] == 1 && one.budgets[1] == 1 && one.budgets[3] == 1));
+    }
+  }
+  // The choice of sizes and the skipping of heads both make the volume smaller.
+  CHECK(SyntheticVolume(*large, options) > SyntheticVolume(*whole, options));
+  CHECK(SyntheticVolume(*AtOneLevel(*whole, 0), options) > SyntheticVolume(*whole, options));
+  CHECK(SyntheticVolume(*reading, options) > SyntheticVolume(*whole, options));
 }
 
 TEST_CASE("the floor of a step is its longest memory's") {

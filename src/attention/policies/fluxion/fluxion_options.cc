@@ -38,6 +38,10 @@ absl::Status CheckPlacement(const PolicyOptions& options) {
                       "none where fluxion_placement is pull, which has no fixed share",
                       fluxion.device_share);
   }
+  if (fluxion.division != PolicyOptions::Fluxion::Division::kEachList) {
+    return absl::InvalidArgumentError(
+        "fluxion_placement: whole lists are assigned only where it is fixed");
+  }
   constexpr int kMost = Mailbox::kMaxWorkers - 1;
   if (options.workers > kMost) {
     return OutOfRange(options, "policy_workers",

@@ -16,6 +16,7 @@
 #include "src/attention/policies/fluxion/fluxion_options.h"
 #include "src/attention/policies/fluxion/head_budgets.h"
 #include "src/attention/policies/fluxion/host_scores.h"
+#include "src/attention/policies/fluxion/list_shares.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
@@ -51,7 +52,8 @@ struct Parts {
   std::unique_ptr<BlockRecall> recall;
   std::unique_ptr<AnchorBlocks> anchor_blocks;  // null: no block comes before the first step
   std::unique_ptr<SelectionCounters> counters;
-  std::unique_ptr<CoAttention> workers;  // last: its threads use host_scores
+  std::unique_ptr<ListShares> list_shares;  // null: every list has the same share
+  std::unique_ptr<CoAttention> workers;     // last: its threads use host_scores
 };
 
 class FluxionPolicy : public OffloadPolicy {
@@ -97,8 +99,9 @@ class FluxionPolicy : public OffloadPolicy {
   int64_t hint_queries() const override {
     return budgets_.predicts() ? int64_t{shape_.layers} * shape_.heads * shape_.head_dim : 0;
   }
-  void BeginStep(Stream& /*stream*/, absl::Span<const int32_t> slots,
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {
+    if (parts_.list_shares != nullptr) parts_.list_shares->BeginStep(stream, slots, positions);
     if (budgets_.predicts()) budgets_.first_queries().prompts().BeginStep(slots, positions);
   }
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
@@ -299,6 +302,7 @@ class FluxionPolicy : public OffloadPolicy {
     divide.kv_heads = shape_.kv_heads;
     divide.unit_tokens = shape_.unit_tokens;
     divide.share = device_share_;
+    if (parts_.list_shares != nullptr) divide.shares = parts_.list_shares->shares();
     kernels().DivideLists(stream, divide);
   }
 
@@ -426,6 +430,9 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> FluxionPolicy::Create(
   }
   SLUICE_ASSIGN_OR_RETURN(parts.counters,
                           SelectionCounters::Create(options.device, options.slots, layout));
+  if (options.fluxion.division != PolicyOptions::Fluxion::Division::kEachList) {
+    SLUICE_ASSIGN_OR_RETURN(parts.list_shares, ListShares::Create(options, shape));
+  }
   SLUICE_ASSIGN_OR_RETURN(parts.workers, NewWorkers(options, shape, parts.host_scores.get()));
   SLUICE_ASSIGN_OR_RETURN(Scratch scratch, MakeScratch(options, shape));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));

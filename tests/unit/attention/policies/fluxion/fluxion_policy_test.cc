@@ -144,7 +144,10 @@ PolicyStatistics::Layer SumsOf(const AttentionPolicy& policy) {
 
 using Placement = PolicyOptions::Fluxion::Placement;
 
-void CheckReadsAll(const PolicyRig::Shape& shape, Placement placement, double device_share) {
+using Division = PolicyOptions::Fluxion::Division;
+
+void CheckReadsAll(const PolicyRig::Shape& shape, Placement placement, double device_share,
+                   Division division = Division::kEachList) {
   PolicyRig rig(shape, testing::RandomVectors(shape, 0));
   PolicyOptions options = rig.Options();
   options.budget_tokens = 128;
@@ -153,6 +156,7 @@ void CheckReadsAll(const PolicyRig::Shape& shape, Placement placement, double de
   options.worker_deadline = absl::Seconds(60);
   options.fluxion.placement = placement;
   options.fluxion.device_share = device_share;
+  options.fluxion.division = division;
   const auto policy = Make(options);
   CHECK(policy->exact_tokens() == 128 + kRingTokens);
   const uint64_t seed = TestSeed();
@@ -186,6 +190,10 @@ void TestReadsAll(const PolicyRig::Shape& of) {
     for (const double device_share : {0.0, 0.4, 1.0}) {
       INFO("device share " << device_share << ", blocks of " << block_tokens);
       CheckReadsAll(shape, Placement::kFixed, device_share);
+    }
+    for (const Division division : {Division::kHeads, Division::kLengths}) {
+      INFO("whole lists, blocks of " << block_tokens);
+      CheckReadsAll(shape, Placement::kFixed, 0.5, division);
     }
     INFO("pull, blocks of " << block_tokens);
     CheckReadsAll(shape, Placement::kPull, -1);
@@ -349,6 +357,10 @@ TEST_CASE("fluxion refuses options that do not fit, by name") {
   refused("fluxion_device_share", [](PolicyOptions& o) {
     o.fluxion.placement = Placement::kPull;
     o.fluxion.device_share = 0.3;
+  });
+  refused("fluxion_placement", [](PolicyOptions& o) {
+    o.fluxion.placement = Placement::kPull;
+    o.fluxion.division = Division::kHeads;
   });
   refused("policy_workers", [](PolicyOptions& o) {
     o.fluxion.placement = Placement::kPull;
