@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sluice_gpu import bench, cases, e2e, gpu_test, latent, policies, stage, weights
+from sluice_gpu import bench, cases, e2e, fluxion, gpu_test, latent, policies, policy_runs, stage, weights
 from sluice_gpu.jobs import Job, run_jobs
 from sluice_gpu.place import Place
 
@@ -290,6 +290,22 @@ def test_shapes_of_figure_10_take_the_heads_of_their_model_and_context(quick, tm
         else:
             assert heads[of(flags, "--policy-profile")] == (of(flags, "--model"), of(flags, "--contexts"))
     assert len(heads) == 4
+
+
+@pytest.mark.parametrize("part", sorted(fluxion.FLUXION_PARTS))
+def test_homes_of_fluxion_fit_dram_with_their_digests(part):
+    for run in policies.PARTS[part]:
+        tokens = sum(run.contexts) if run.traffic else max(run.batches) * run.contexts[0]
+        home = (tokens + max(run.batches) * 128) * policy_runs.token_bytes(ROOT / run.model)
+        assert home * 1.117 < run.dram_gib * policy_runs.GIB, run.name
+
+
+def test_drawn_lengths_are_those_of_their_seed():
+    lengths = fluxion.drawn(16384, 65536, seed=3)
+    assert lengths == fluxion.drawn(16384, 65536, seed=3) != fluxion.drawn(16384, 65536, seed=4)
+    assert len(set(lengths)) == 8 and 16384 <= min(lengths) and max(lengths) <= 65536
+    for run in policies.PARTS["fluxion-mixed"] + policies.PARTS["fluxion-schedule"]:
+        assert run.batches == (len(run.contexts),) and run.distinct == 1
 
 
 @pytest.mark.parametrize("quick", [False, True])
