@@ -21,6 +21,7 @@ const std::vector<AnchorCase>& Cases() {
       {"group 4, head_dim 128", 4, 2, 128, 64, 0.02f, kLengths},
       {"group 8, head_dim 256", 8, 1, 256, 16, 0.3f, {1025, 513, 640}},
       {"group 5, head_dim 80", 5, 2, 80, 48, 0.1f, {17, 0, 700, 2048}},
+      {"group 7, head_dim 128", 7, 2, 128, 16, 0.1f, {700, 449, 1500}},
       {"long", 2, 1, 16, 32, 0.05f, {20011}},
   };
   return cases;

@@ -122,9 +122,9 @@ void TestDivision(const KernelTable& table, Random& random) {
   const Guarded<int32_t> slots = BufferOf({3, 0, -1, 4});
   constexpr float kByList = -1;  // each list has a share of its own
   Guarded<float> shares(int64_t{kSlots} * kKvHeads);
-  for (size_t i = 0; i < shares.size(); ++i) {
+  for (float& share : shares) {
     const float some[] = {0, 1, 0.3f, static_cast<float>(random() % 1000) / 1000};
-    shares[i] = some[random() % std::size(some)];
+    share = some[random() % std::size(some)];
   }
   for (const float share : {0.0f, 0.3f, 0.875f, 1.0f, kByList}) {
     TestLists from(kLists, kCapacity);
