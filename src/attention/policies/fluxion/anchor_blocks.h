@@ -22,16 +22,10 @@ class AnchorBlocks {
                                                               const FluxionShape& shape,
                                                               const OffloadTier* tier);
 
-  // Returns whether a sequence of `tokens` tokens has more blocks than a head chooses. The places
-  // of a shorter one have all of it.
-  bool Chooses(int64_t tokens) const {
-    const kernels::FluxionSegments segments = kernels::SegmentsOf(static_cast<int32_t>(tokens - 1));
-    return kernels::CpuBlocks(segments, shape_.first_level) > blocks_of_head();
-  }
   // Enqueues the recall in one layer for the one row of a warm-up, whose query `q` [heads]
   // [head_dim] is in device memory. Each query head chooses as many blocks as all heads of a group
   // have places for. The layer's digests come before it on the stream; calls are on one stream at
-  // a time. REQUIRES: Chooses(tokens) of the row.
+  // a time. REQUIRES: the places do not have all that is older than the ring.
   void Fetch(Stream& stream, int layer, const float* q, const OffloadTier::BulkRow& row);
 
  private:

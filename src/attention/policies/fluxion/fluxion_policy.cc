@@ -219,9 +219,10 @@ class FluxionPolicy : public OffloadPolicy {
   }
 
  private:
+  // The places of a shorter sequence have all of it, and must: it is exact.
   bool FetchesAnchorBlocks(int slot, int64_t tokens) const {
     return parts_.anchor_blocks != nullptr && budgets_.first_queries().Has(slot) &&
-           parts_.anchor_blocks->Chooses(tokens);
+           UnitsBeforeRing(tokens) > shape_.recall_units();
   }
   // A row reads digests of one level; those of the smallest blocks are the most.
   int64_t DigestBytes(int64_t tokens) const {

@@ -10,13 +10,14 @@
 #include <vector>
 
 #include "kernels/fluxion_segments.h"
-#include "src/attention/policies/fluxion/predictor.h"
 #include "tests/test_main.h"
+#include "tests/unit/attention/constant_predictor.h"
 #include "tests/unit/attention/policy_rig.h"
 
 namespace sluice {
 namespace {
 
+using testing::ConstantPredictor;
 using testing::PolicyRig;
 using testing::RelativeError;
 
@@ -29,24 +30,6 @@ std::unique_ptr<AttentionPolicy> Make(const PolicyOptions& options) {
   INFO(std::string(policy.status().ToString()));
   REQUIRE(policy.ok());
   return *std::move(policy);
-}
-
-// Returns a predictor that answers every head with these budgets, or with streaming.
-std::shared_ptr<const FluxionPredictor> Constant(const std::vector<float>& budgets,
-                                                 bool streaming) {
-  FluxionPredictor predictor;
-  predictor.model_fingerprint = std::string(64, 'a');
-  predictor.tau = 0.1;
-  predictor.streaming_threshold = 0.5f;
-  predictor.mean.assign(kernels::kFluxionFeatures, 0);
-  predictor.deviation.assign(kernels::kFluxionFeatures, 1);
-  FluxionPredictor::Layer& layer = predictor.layers.emplace_back();
-  layer.in = kernels::kFluxionFeatures;
-  layer.out = FluxionOutputs(predictor.form);
-  layer.weights.assign(static_cast<size_t>(layer.in * layer.out), 0);
-  for (const float budget : budgets) layer.bias.push_back(std::log2(budget));
-  layer.bias.push_back(streaming ? 9.0f : -9.0f);
-  return std::make_shared<const FluxionPredictor>(std::move(predictor));
 }
 
 struct Moments {
@@ -251,7 +234,7 @@ void CheckPrediction(const PolicyRig::Shape& shape, Anchor anchor, bool streamin
   PolicyOptions options = rig.Options();
   options.dense_layers = 0;
   // Equation 3 takes blocks of 32 tokens: the other sizes need too much.
-  options.fluxion.predictor = Constant({1, 0.1f, 1, 1}, streaming);
+  options.fluxion.predictor = ConstantPredictor({1, 0.1f, 1, 1}, streaming);
   options.fluxion.resident = false;
   options.fluxion.digests_in_dram = in_dram;
   const auto policy = Make(options);
@@ -320,7 +303,7 @@ void TestAnchorBlocks(const PolicyRig::Shape& of) {
   PolicyOptions options = rig.Options();
   options.dense_layers = 0;
   options.budget_tokens = kernels::kFluxionSinkTokens + kPlaces * kBlock;
-  options.fluxion.predictor = Constant({1, 0.1f, 1, 1}, /*streaming=*/true);
+  options.fluxion.predictor = ConstantPredictor({1, 0.1f, 1, 1}, /*streaming=*/true);
   const auto policy = Make(options);
   const uint64_t seed = TestSeed();
   rig.Admit(*policy, 0, seed, kContext, kContext + 100, /*computed=*/3);
@@ -371,14 +354,14 @@ TEST_CASE("fluxion refuses options that do not fit, by name") {
   refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 256; });
   refused("fluxion_fixed_share", [](PolicyOptions& o) { o.fluxion.fixed_share = 1.5; });
   refused("fluxion_predictor", [](PolicyOptions& o) {
-    auto predictor = *Constant({1, 1, 1, 1}, false);
+    auto predictor = *ConstantPredictor({1, 1, 1, 1}, false);
     predictor.layers[0].bias[2] = std::numeric_limits<float>::quiet_NaN();
     o.fluxion.predictor = std::make_shared<const FluxionPredictor>(predictor);
   });
   refused("max_context", [](PolicyOptions& o) { o.max_context = 1 << 20; });
   refused("fluxion_predictor", [](PolicyOptions& o) {
     o.heads = 18;  // nine for each KV head
-    o.fluxion.predictor = Constant({1, 1, 1, 1}, false);
+    o.fluxion.predictor = ConstantPredictor({1, 1, 1, 1}, false);
   });
   shape.block_tokens = 128;
   refused("block_tokens", [](PolicyOptions&) {});
