@@ -36,7 +36,7 @@ NodeSpec Quiet(NodeSpec node) {
   return node;
 }
 
-std::string HandOver(Node& node, const RequestSpec& request) {
+std::string HandOver(Node& node, int block_tokens, const RequestSpec& request) {
   TransferTable& transfers = node.transfers();
   Manifest manifest;
   manifest.model_fingerprint = node.model().fingerprint();
@@ -49,7 +49,7 @@ std::string HandOver(Node& node, const RequestSpec& request) {
   for (const int32_t token : request.prompt) history.Append(token);
   for (int layer = 0; layer < kLayers; ++layer) {
     const std::vector<uint8_t> payload =
-        history.Payload(layer, 0, kKvHeads, 0, static_cast<size_t>(request.context));
+        history.Payload(layer, 0, kKvHeads, 0, static_cast<size_t>(request.context), block_tokens);
     ChunkHeader header;
     header.transfer_id = reserved->transfer_id;
     header.kind = "kv";
@@ -62,7 +62,8 @@ std::string HandOver(Node& node, const RequestSpec& request) {
     (*landing)->Append(payload);
     SLUICE_CHECK((*landing)->Finish().ok());
   }
-  const auto committed = transfers.Commit(reserved->transfer_id, request.first, nullptr);
+  const auto committed = transfers.Commit(reserved->transfer_id, request.first, nullptr,
+                                          request.hints.value_or(SelectionHints()));
   SLUICE_CHECK(committed.ok(), committed.status().ToString());
   return reserved->transfer_id;
 }
@@ -83,7 +84,7 @@ Expected ExpectAlone(const NodeSpec& spec, const RequestSpec& request) {
   if (request.meeting == Meeting::kLocal) {
     alone.prompt = request.prompt;
   } else {
-    alone.handoff.transfer_id = HandOver(**node, request);
+    alone.handoff.transfer_id = HandOver(**node, spec.block_tokens, request);
   }
   const auto id = engine.Submit(std::move(alone));
   SLUICE_CHECK(id.ok(), id.status().ToString());
@@ -120,12 +121,17 @@ Expected ExpectAlone(const NodeSpec& spec, const RequestSpec& request) {
   return expected;
 }
 
-int64_t LongestSequence(const NodeSpec& spec) {
+void Measure(NodeSpec* spec) {
   SimClock clock;
-  const auto node = Node::Create(Quiet(spec), &clock);
-  if (!node.ok()) return 0;
+  const auto node = Node::Create(Quiet(*spec), &clock);
+  spec->longest = 0;
+  if (!node.ok()) return;
+  const AttentionPolicy& policy = (*node)->policy();
   const int64_t dram = (*node)->dram().capacity_tokens();
-  return std::min<int64_t>({spec.engine.max_context, (*node)->policy().max_tokens(), dram});
+  spec->longest = std::min<int64_t>({spec->engine.max_context, policy.max_tokens(), dram});
+  spec->exact = policy.exact_tokens();
+  spec->hint_tokens = policy.hint_tokens();
+  spec->hint_queries = policy.hint_queries();
 }
 
 }  // namespace sluice::sim

@@ -11,8 +11,8 @@ namespace sluice::sim {
 // and max_new_tokens are drawn.
 Expected ExpectAlone(const NodeSpec& node, const RequestSpec& request);
 
-// Returns the tokens of the longest sequence that the node takes, by its policy, pools and
-// max_context.
-int64_t LongestSequence(const NodeSpec& node);
+// Fills in what a node says of itself: NodeSpec::longest, by its policy, pools and max_context, and
+// the limits of its policy. `longest` is 0 if the node does not start.
+void Measure(NodeSpec* node);
 
 }  // namespace sluice::sim

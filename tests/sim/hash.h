@@ -17,7 +17,6 @@ inline constexpr int kLayers = 2;
 inline constexpr int kKvHeads = 2;
 inline constexpr int kHeads = 2;
 inline constexpr int kHeadDim = 4;  // float32: 16 bytes of K and 16 of V per head
-inline constexpr int kBlockTokens = 4;
 inline constexpr int kVocab = 64;
 inline constexpr int32_t kEosToken = 1;
 // A token whose own row gives logits that are not finite.
@@ -26,8 +25,9 @@ inline constexpr int32_t kBrokenToken = 63;
 inline constexpr int kParts = 2;                                // K and V
 inline constexpr int kWords = kHeadDim * 4 / 8;                 // 64-bit words of a part
 inline constexpr int kTokenWords = kKvHeads * kParts * kWords;  // words of a token in one layer
-// bytes of a page of one layer
-inline constexpr int64_t kPageBytes = kBlockTokens * kTokenWords * 8;
+
+// Returns the bytes of a page of one layer.
+constexpr int64_t PageBytes(int block_tokens) { return block_tokens * int64_t{kTokenWords} * 8; }
 
 // Sizes in the model with latent caches: the same words of a token are an entry and an index key.
 // An entry has kRank + kRope float32.
@@ -49,16 +49,19 @@ constexpr uint64_t Embed(int32_t token, int32_t position) {
              static_cast<uint64_t>(position));
 }
 
+// A word with only these bits is two float32, below 2 in magnitude.
+inline constexpr uint64_t kNumberBits = 0xBFFFFFFFBFFFFFFFull;
+
 // Returns word `i` of the keys and values that a token of that state has in a layer: head by head,
 // K then V. A word is two float32, below 2 in magnitude, so that selectors can score them.
 constexpr uint64_t KvWord(uint64_t state, int layer, int i) {
-  return Mix(state, static_cast<uint64_t>(layer * kTokenWords + i + 1)) & 0xBFFFFFFFBFFFFFFFull;
+  return Mix(state, static_cast<uint64_t>(layer * kTokenWords + i + 1)) & kNumberBits;
 }
 
 // Returns word `i` of the queries that a token of that state has in a layer, all heads, made of the
 // same bits.
 constexpr uint64_t QueryWord(uint64_t state, int layer, int i) {
-  return Mix(state, ~static_cast<uint64_t>(layer * kHeads * kWords + i)) & 0xBFFFFFFFBFFFFFFFull;
+  return Mix(state, ~static_cast<uint64_t>(layer * kHeads * kWords + i)) & kNumberBits;
 }
 
 // Returns the hash of a token's key and value in one head.

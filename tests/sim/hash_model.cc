@@ -10,6 +10,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/cpu/host_stream.h"
 #include "tests/sim/hash.h"
+#include "tests/sim/hash_fluxion.h"
 #include "tests/sim/hash_latents.h"
 
 namespace sluice::sim {
@@ -141,7 +142,7 @@ class HashModelImpl : public HashModel {
     kv.name = "kv";
     kv.element_type = DType::kFloat32;
     kv.heads = kKvHeads;
-    kv.block_tokens = kBlockTokens;
+    kv.block_tokens = options.block_tokens;
     kv.SetEqualParts(kParts, kParts * kHeadDim * 4);
     layout_ = {kLayers, {kv}};
     if (options.top_k == 0) return;
@@ -406,6 +407,7 @@ const kernels::KernelTable& HashKernels() {
     t.label_lookup = reference.label_lookup;
     t.moving_average = reference.moving_average;
     UseLatentHashes(&t);
+    UseFluxionHashes(&t);
     return t;
   }();
   return table;

@@ -17,6 +17,7 @@ const kernels::KernelTable& HashKernels();
 
 struct HashModelOptions {
   int max_context = 0;
+  int block_tokens = 0;
   int max_rows = 0;
   int max_logits = 0;
   int top_k = 0;  // > 0: the model has latent caches and an indexer that selects this many entries

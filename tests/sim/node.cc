@@ -11,13 +11,14 @@ namespace sluice::sim {
 namespace {
 
 absl::StatusOr<std::unique_ptr<PagePool>> MakePool(const char* name, int64_t pages, MemoryKind kind,
-                                                   const TierShape& shape, double overcommit,
-                                                   Device* device) {
+                                                   const TierShape& shape, const NodeSpec& spec,
+                                                   double overcommit, Device* device) {
   // PagePool keeps 4096 bytes for the alignment of each kind.
   const auto kinds = static_cast<int64_t>(shape.layout.kinds.size());
   SLUICE_ASSIGN_OR_RETURN(
       Buffer arena,
-      device->Allocate(kind, static_cast<size_t>(pages * kPageBytes + 4096 * kinds), name));
+      device->Allocate(
+          kind, static_cast<size_t>(pages * PageBytes(spec.block_tokens) + 4096 * kinds), name));
   return PagePool::Create(name, shape, std::move(arena), overcommit);
 }
 
@@ -35,6 +36,7 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   const auto max_context = static_cast<int>(spec.engine.max_context);
   HashModelOptions model;
   model.max_context = max_context;
+  model.block_tokens = spec.block_tokens;
   model.max_rows = static_cast<int>(spec.engine.chunk_tokens) + slots;
   model.max_logits = slots;
   model.top_k = spec.top_k;
@@ -42,13 +44,13 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   PolicyOptions policy = spec.policy;
   DescribeModel(*model_, &policy);
   policy.slots = slots;
-  policy.hbm_bytes = spec.hbm_pages * kPageBytes;
-  policy.dram_bytes = spec.dram_pages * kPageBytes;
+  policy.hbm_bytes = spec.hbm_pages * PageBytes(spec.block_tokens);
+  policy.dram_bytes = spec.dram_pages * PageBytes(spec.block_tokens);
   const TierShapes shapes = TierShapesOf(policy, model_->cache_layout());
   SLUICE_ASSIGN_OR_RETURN(hbm_, MakePool("hbm", spec.hbm_pages, MemoryKind::kDevice, shapes.hbm,
-                                         spec.overcommit, device_.get()));
+                                         spec, spec.overcommit, device_.get()));
   SLUICE_ASSIGN_OR_RETURN(dram_, MakePool("dram", spec.dram_pages, MemoryKind::kPinned, shapes.dram,
-                                          1.0, device_.get()));
+                                          spec, 1.0, device_.get()));
   policy.device = device_.get();
   policy.hbm = hbm_.get();
   policy.dram = dram_.get();

@@ -46,10 +46,11 @@ void History::AppendLatents(int layer) {
 }
 
 std::vector<uint8_t> History::Payload(int layer, int head_begin, int head_end, size_t token_begin,
-                                      size_t token_end) const {
+                                      size_t token_end, int block_tokens) const {
   std::vector<uint8_t> payload;
-  for (size_t block = token_begin; block < token_end; block += kBlockTokens) {
-    const size_t end = std::min(block + kBlockTokens, token_end);
+  const auto step = static_cast<size_t>(block_tokens);
+  for (size_t block = token_begin; block < token_end; block += step) {
+    const size_t end = std::min(block + step, token_end);
     if (top_k_ > 0) {
       SLUICE_CHECK(head_end == head_begin + 1, "a chunk is of one kind");
       const int first = head_begin == 0 ? 0 : kEntryWords;

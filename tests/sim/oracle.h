@@ -22,10 +22,10 @@ class History {
   uint64_t state() const { return state_; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
   // Returns a chunk's payload: tokens [token_begin, token_end) of heads [head_begin, head_end).
-  // A head of latent caches stands for a kind. REQUIRES: token_begin is the first token of a
-  // block.
+  // A head of latent caches stands for a kind. REQUIRES: token_begin is the first token of a block
+  // of `block_tokens`.
   std::vector<uint8_t> Payload(int layer, int head_begin, int head_end, size_t token_begin,
-                               size_t token_end) const;
+                               size_t token_end, int block_tokens) const;
   // Returns the words of one token's keys and values in a layer.
   const uint64_t* Words(int layer, size_t position) const {
     return &words_[static_cast<size_t>(layer)][position * kTokenWords];

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "tests/sim/alone.h"
+#include "tests/sim/draw_fluxion.h"
 #include "tests/sim/hash_model.h"
 
 namespace sluice::sim {
@@ -15,6 +16,10 @@ absl::Duration DrawDuration(SplitMix64& random, absl::Duration most) {
 
 bool OneIn(SplitMix64& random, uint64_t n) { return random.Below(n) == 0; }
 
+int64_t Between(SplitMix64& random, int64_t low, int64_t high) {
+  return low + static_cast<int64_t>(random.Below(static_cast<uint64_t>(high - low + 1)));
+}
+
 namespace {
 
 // Longest context in most seeds. Preemption needs sequences that grow by far more than the
@@ -24,11 +29,7 @@ constexpr int64_t kLongContext = 256;
 // The span over which requests arrive.
 constexpr absl::Duration kArrivals = absl::Milliseconds(120);
 
-int64_t Between(SplitMix64& random, int64_t low, int64_t high) {
-  return low + static_cast<int64_t>(random.Below(static_cast<uint64_t>(high - low + 1)));
-}
-
-// Policies over the offload tiers.
+// Policies over the offload tiers. Some nodes have fluxion in the place of one of these.
 constexpr const char* kSparse[] = {"oracle", "scout", "recall", "hgca", "clo"};
 // Policies over latent caches.
 constexpr const char* kOffloading[] = {"ess", "offload-naive"};
@@ -108,7 +109,7 @@ void DrawOffloaded(SplitMix64& random, int64_t longest, NodeSpec* node) {
   policy.ess.overlap = static_cast<Overlap>(random.Below(4));
   node->overcommit = 1;
   const int64_t pages = longest / kBlockTokens * kLayers;
-  const int64_t tables = kLayers * int64_t{3} * 4096 / kPageBytes;
+  const int64_t tables = kLayers * int64_t{3} * 4096 / PageBytes(kBlockTokens);
   node->hbm_pages = (pages * 2 + tables) * Between(random, 1, 4) + tables;
   node->dram_pages = Between(random, pages, pages * 4);
 }
@@ -173,18 +174,19 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
     return std::find(std::begin(names), std::end(names), wanted) != std::end(names);
   };
   const bool offloads = is_wanted(kOffloading);
-  if (wanted.empty() ? OneIn(random, 2) : is_wanted(kSparse)) {
+  if (wanted.empty() ? OneIn(random, 2) : is_wanted(kSparse) || wanted == "fluxion") {
     DrawSparse(random, longest, &node);
     if (!wanted.empty()) node.policy.name = wanted;
     DrawClo(node.engine.seed, &node.policy);
-    node.longest = LongestSequence(node);
+    if (wanted == "fluxion" || (wanted.empty() && IsFluxion(node))) DrawFluxion(&node);
+    Measure(&node);
   } else if (offloads || OneIn(random, 2)) {
     node.top_k = static_cast<int>(Between(random, 1, OneIn(random, 3) ? longest : 16));
     if (offloads || (wanted.empty() && OneIn(random, 2))) {
       DrawOffloaded(random, longest, &node);
       if (offloads) node.policy.name = wanted;
       DrawBeyondPaper(longest, &node);
-      node.longest = LongestSequence(node);
+      Measure(&node);
     }
   }
   return node;
@@ -223,15 +225,19 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
   r.index = index;
   r.seed = random();
   // A request may ask for at most what an empty pool holds.
-  const int64_t room = std::min(node.longest, node.dram_pages / kLayers * kBlockTokens);
-  const bool grows = room > kShortContext;
-  const int64_t prompt = grows ? Between(random, 1, 24) : Between(random, 1, room - 2);
-  r.max_new_tokens = static_cast<uint32_t>(Between(random, grows ? room / 2 : 1, room - prompt));
+  const bool is_fluxion = node.policy.name == "fluxion";
+  const int64_t room = std::min(node.longest, node.dram_pages / kLayers * node.block_tokens);
+  const bool grows = room > kShortContext && !is_fluxion;
+  const int64_t prompt = is_fluxion ? DrawFluxionPrompt(random, node)
+                         : grows    ? Between(random, 1, 24)
+                                    : Between(random, 1, room - 2);
+  const int64_t most_new = is_fluxion ? std::min(kMostFluxionTokens, room - prompt) : room - prompt;
+  r.max_new_tokens = static_cast<uint32_t>(Between(random, grows ? room / 2 : 1, most_new));
   for (int64_t i = 0; i < prompt; ++i) {
     r.prompt.push_back(static_cast<int32_t>(random.Below(kVocab - 1)));
   }
   r.sampling = DrawSampling(random, r.max_new_tokens);
-  if (grows && !OneIn(random, 3)) {
+  if ((grows || is_fluxion) && !OneIn(random, 3)) {
     r.sampling.ignore_eos = true;
     r.sampling.stop_token_ids.clear();
     r.sampling.max_tokens.reset();
@@ -248,6 +254,7 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
       r.meeting = Meeting::kById;
       break;
   }
+  if (is_fluxion && !r.sampling.max_tokens.has_value()) r.sampling.max_tokens = r.max_new_tokens;
   int64_t max_tokens = r.sampling.max_tokens.value_or(r.max_new_tokens);
   if (r.meeting == Meeting::kLocal) {
     if (!r.sampling.max_tokens.has_value()) {
@@ -266,6 +273,8 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
       }
     }
   }
+  if (is_fluxion && r.meeting != Meeting::kLocal)
+    r.hints = DrawFluxionHints(r.context, node, random);
   r.expected = Expect(r.prompt, r.first, r.sampling, max_tokens, node.top_k);
   r.exact = r.expected.tokens;
   if (!node.selects_all) r.expected = ExpectAlone(node, r);
@@ -310,7 +319,8 @@ Scenario DrawScenario(uint64_t seed, Plant plant, const std::string& policy) {
   scenario.seed = seed;
   scenario.plant = plant;
   scenario.node = DrawNode(random, plant, policy);
-  const int64_t requests = Between(random, 1, OneIn(random, 12) ? 80 : 24);
+  int64_t requests = Between(random, 1, OneIn(random, 12) ? 80 : 24);
+  if (scenario.node.policy.name == "fluxion") requests = std::min(requests, kMostFluxionRequests);
   for (int i = 0; i < requests; ++i) {
     scenario.requests.push_back(DrawRequest(random, scenario.node, i));
   }

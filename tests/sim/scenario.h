@@ -10,6 +10,7 @@
 #include "src/base/rng.h"
 #include "src/device/sim/sim_device.h"
 #include "src/engine/engine.h"
+#include "src/kv/selection_hints.h"
 #include "tests/sim/oracle.h"
 
 namespace sluice::sim {
@@ -30,8 +31,12 @@ enum class Plant {
   kStrayWrite,  // a write to a page after it was given back
 };
 
+// Tokens of a block, but for policy fluxion.
+inline constexpr int kBlockTokens = 4;
+
 struct NodeSpec {
   Engine::Options engine;
+  int block_tokens = kBlockTokens;
   int64_t hbm_pages = 0;
   int64_t dram_pages = 0;
   double overcommit = 1;  // promises per capacity of HBM
@@ -42,6 +47,9 @@ struct NodeSpec {
   // > 0: the model has latent caches and an indexer that selects this many entries.
   int top_k = 0;
   int64_t longest = 0;  // length of the longest sequence, in tokens
+  int64_t exact = 0;    // AttentionPolicy::exact_tokens, of a sparse policy
+  // AttentionPolicy::hint_tokens and hint_queries, of a sparse policy
+  int64_t hint_tokens = 0, hint_queries = 0;
   absl::Duration lease;
   SimDeviceOptions device;
   absl::Duration host_time;  // maximum time of the host between two turns
@@ -65,6 +73,9 @@ struct RequestSpec {
   uint32_t context = 0;  // tokens handed over; 0 with kLocal
   uint32_t max_new_tokens = 0;
   std::vector<OutputToken> first;  // first tokens handed over
+  // Hints that change tokens, and so come with the request when it is alone, too. None: the sender
+  // draws hints that change nothing.
+  std::optional<SelectionHints> hints;
   SamplingParams sampling;
   Expected expected;
   // What the request gives where its rows attend to everything.
@@ -103,6 +114,8 @@ struct Scenario {
 // Draws a seed's scenario. `policy` is that of the node; empty: any.
 Scenario DrawScenario(uint64_t seed, Plant plant, const std::string& policy);
 
+// Returns a number from `low` to `high`.
+int64_t Between(SplitMix64& random, int64_t low, int64_t high);
 // Returns a duration in [0, most).
 absl::Duration DrawDuration(SplitMix64& random, absl::Duration most);
 // Returns true once in `n`.

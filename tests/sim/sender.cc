@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <utility>
 
 extern "C" {
@@ -11,6 +10,7 @@ extern "C" {
 
 #include "absl/strings/str_cat.h"
 #include "src/base/error.h"
+#include "tests/sim/hints.h"
 #include "tests/sim/world.h"
 
 namespace sluice::sim {
@@ -30,6 +30,7 @@ uint32_t Crc32c(const std::vector<uint8_t>& bytes) {
 bool HintsChangeNoToken(const PolicyOptions& policy) {
   if (policy.name == "scout") return !policy.scout.attend_whole;
   if (policy.name == "clo") return !policy.clo.reuse;
+  if (policy.name == "fluxion") return false;  // its requests have hints of their own
   return policy.name != "recall" || policy.recall.fetch_all;
 }
 
@@ -39,6 +40,7 @@ Sender::Sender(World* world, const RequestSpec& request, std::function<void()> r
                std::function<void()> committed)
     : world_(world),
       request_(request),
+      block_tokens_(static_cast<uint32_t>(world->scenario().node.block_tokens)),
       on_reserved_(std::move(reserved)),
       on_committed_(std::move(committed)),
       random_(request.seed),
@@ -216,15 +218,16 @@ ChunkHeader Sender::Header(const Chunk& chunk) const {
     header.head_begin = 0;
     header.head_end = 1;
   }
-  header.token_begin = chunk.block_begin * kBlockTokens;
-  header.token_end = std::min(chunk.block_end * kBlockTokens, request_.context);
+  header.token_begin = chunk.block_begin * block_tokens_;
+  header.token_end = std::min(chunk.block_end * block_tokens_, request_.context);
   return header;
 }
 
 std::vector<uint8_t> Sender::Payload(const Chunk& chunk) const {
   return history_.Payload(static_cast<int>(chunk.layer), static_cast<int>(chunk.head_begin),
-                          static_cast<int>(chunk.head_end), chunk.block_begin * kBlockTokens,
-                          std::min(chunk.block_end * kBlockTokens, request_.context));
+                          static_cast<int>(chunk.head_end), chunk.block_begin * block_tokens_,
+                          std::min(chunk.block_end * block_tokens_, request_.context),
+                          static_cast<int>(block_tokens_));
 }
 
 void Sender::CheckRefusal(const char* call, const absl::Status& status, bool busy) {
@@ -368,29 +371,18 @@ void Sender::HoldUp(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
   });
 }
 
-// Draws hints with any tokens for any rows, and any queries: correct hints change no token.
 // Sometimes a hint names a layer that is none, or has a query too many.
-SelectionHints Sender::DrawHints(bool* spoiled) {
+SelectionHints Sender::Hints(bool* spoiled) {
+  const NodeSpec& node = world_->scenario().node;
   SelectionHints hints;
-  hints.unit_tokens = OneIn(random_, 3) ? kBlockTokens : 1;
-  const uint32_t units = (request_.context + hints.unit_tokens - 1) / hints.unit_tokens;
-  const int64_t places = world_->node().policy().hint_tokens();
-  const auto most = places > 0 ? static_cast<uint64_t>(places) / hints.unit_tokens : units;
-  for (uint64_t i = random_.Below(8); i > 0; --i) {
-    SelectionHints::Entry& entry = hints.entries.emplace_back();
-    entry.layer = static_cast<uint32_t>(random_.Below(kLayers));
-    if (OneIn(random_, 2)) entry.position = static_cast<uint32_t>(random_.Below(request_.context));
-    const uint64_t part = 1 + random_.Below(4);
-    for (uint32_t u = 0; u < units && entry.units.size() < most; ++u) {
-      if (OneIn(random_, part)) entry.units.push_back(u);
-    }
-  }
-  const int64_t queries = world_->node().policy().hint_queries();
-  if (queries > 0 && OneIn(random_, 2)) {
-    for (int64_t i = 0; i < queries; ++i) {
-      hints.queries.push_back(static_cast<float>(random_.Uniform() - 0.5));
-    }
-    if (OneIn(random_, 4)) hints.queries[0] = std::numeric_limits<float>::quiet_NaN();
+  if (request_.hints.has_value()) {
+    hints = *request_.hints;
+  } else if (HintsChangeNoToken(node.policy) && OneIn(random_, 2)) {
+    const AttentionPolicy& policy = world_->node().policy();
+    hints = DrawHints(
+        random_, {request_.context, block_tokens_, policy.hint_tokens(), policy.hint_queries()});
+  } else {
+    return hints;
   }
   *spoiled = !hints.empty() && OneIn(random_, 8);
   if (*spoiled && hints.entries.empty()) {
@@ -405,8 +397,7 @@ void Sender::TryCommit() {
   std::vector<OutputToken> first = request_.first;
   TransferInfo missing;
   bool spoiled = false;
-  const bool drawn = HintsChangeNoToken(world_->scenario().node.policy) && OneIn(random_, 2);
-  SelectionHints hints = drawn ? DrawHints(&spoiled) : SelectionHints();
+  SelectionHints hints = Hints(&spoiled);
   if (!hints.empty()) world_->Note(Situation::kHinted);
   const auto committed =
       world_->transfers().Commit(id_, std::move(first), &missing, std::move(hints));
@@ -436,7 +427,7 @@ void Sender::TryCommit() {
     if (complete) world_->Fail(request_.index, "Commit misses blocks that have landed");
     for (const MissingRange& range : missing.missing) {
       const uint32_t head = range.kind == "index" ? 1 : range.head_begin;
-      if (block(range.layer, head, range.token_begin / kBlockTokens) == Block::kLanded) {
+      if (block(range.layer, head, range.token_begin / block_tokens_) == Block::kLanded) {
         world_->Fail(request_.index, "Commit says that a landed block is missing");
       }
     }

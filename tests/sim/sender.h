@@ -66,7 +66,8 @@ class Sender {
   void HoldUp(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
               std::vector<uint8_t> payload);
   void TryCommit();
-  SelectionHints DrawHints(bool* spoiled);
+  // Returns the hints of a Commit, and whether they are to be refused.
+  SelectionHints Hints(bool* spoiled);
   void Abort();
   void AfterCommit();
 
@@ -78,13 +79,14 @@ class Sender {
   Block& block(uint32_t layer, uint32_t head, uint32_t b);
   template <typename Visit>
   void EachBlock(const Chunk& chunk, Visit visit);
-  uint32_t blocks() const { return (request_.context + kBlockTokens - 1) / kBlockTokens; }
+  uint32_t blocks() const { return (request_.context + block_tokens_ - 1) / block_tokens_; }
   void LeaseRenewed();
   // Fails the seed unless `status` is one that a call may get now.
   void CheckRefusal(const char* call, const absl::Status& status, bool busy = false);
 
   World* const world_;
   const RequestSpec& request_;
+  const uint32_t block_tokens_;
   const std::function<void()> on_reserved_, on_committed_;
   SplitMix64 random_;
   History history_;  // history of the prompt

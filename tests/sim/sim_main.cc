@@ -41,8 +41,8 @@ constexpr Plant kPlants[] = {Plant::kEarlyEvents, Plant::kLostCopies, Plant::kCh
                              Plant::kEndTwice,    Plant::kWakeLost,   Plant::kDeadlineForgotten,
                              Plant::kPageLeaked,  Plant::kStrayWrite};
 
-constexpr const char* kPolicies[] = {"full", "oracle", "scout", "recall",
-                                     "hgca", "clo",    "ess",   "offload-naive"};
+constexpr const char* kPolicies[] = {"full", "oracle",  "scout", "recall",       "hgca",
+                                     "clo",  "fluxion", "ess",   "offload-naive"};
 
 // Fewer seeds may well miss a rare situation.
 constexpr uint64_t kSeedsForEverything = 1000;
@@ -136,7 +136,9 @@ int Main(int argc, char** argv) {
       options.policy = value();
       if (std::find(std::begin(kPolicies), std::end(kPolicies), options.policy) ==
           std::end(kPolicies)) {
-        return Usage("--policy takes full, oracle, scout, recall, hgca, clo, ess or offload-naive");
+        return Usage(
+            "--policy takes full, oracle, scout, recall, hgca, clo, fluxion, ess or "
+            "offload-naive");
       }
     } else if (arg == "--trace") {
       options.trace = true;

@@ -62,6 +62,8 @@ const char* Name(Situation situation) {
       return "waited for HBM with a slot free";
     case Situation::kOutgrewItsBudget:
       return "exact, and approximate once it outgrew its budget";
+    case Situation::kReadOutsideHbm:
+      return "part of what is outside HBM read by fluxion";
     case Situation::kTwoStepsInFlight:
       return "two steps in flight";
     case Situation::kParked:

@@ -39,6 +39,7 @@ enum class Situation {
   kWaitedForHbm,
   kPreempted,
   kOutgrewItsBudget,
+  kReadOutsideHbm,
   kTwoStepsInFlight,
   kParked,
   kReadAgainAfterParking,

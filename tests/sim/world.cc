@@ -55,6 +55,7 @@ void World::Run() {
   for (const RequestActors& actors : requests_) actors.caller->CheckOver();
   if (drained_ != drains_) Fail(-1, "a drain was never told that all is idle");
   CheckQuiet();
+  if (ReadPartOutsideHbm()) Note(Situation::kReadOutsideHbm);
   if (node_->model().deepest() >= 2) Note(Situation::kTwoStepsInFlight);
   if (node_->device().stalls() > 0) Note(Situation::kStreamStalled);
   leaked_.Reset();
@@ -246,6 +247,13 @@ void World::Breach() {
   } else if (scenario_.plant == Plant::kStrayWrite) {
     if (uint8_t* byte = pools_[random_.Below(pools_.size())].FreeByte(); byte != nullptr) ++*byte;
   }
+}
+
+bool World::ReadPartOutsideHbm() const {
+  if (scenario_.node.policy.name != "fluxion" || scenario_.node.selects_all) return false;
+  const PolicyStatistics statistics = node_->policy().Statistics();
+  return std::any_of(statistics.layers.begin(), statistics.layers.end(),
+                     [](const PolicyStatistics::Layer& layer) { return layer.missing > 0; });
 }
 
 void World::WriteTrace(const std::string& line) {

@@ -79,6 +79,9 @@ class World {
   void CheckSnapshot(const EngineSnapshot& snapshot);
   void Breach();  // commits the planted fault of this seed, if it is one of the world's
 
+  // Returns whether a network or a constant made policy fluxion read a part of what has no place.
+  bool ReadPartOutsideHbm() const;
+
   void WriteTrace(const std::string& line);
   [[noreturn]] void FailWith(int request, const std::string& what);
 
