@@ -102,7 +102,7 @@ class FluxionPolicy : public OffloadPolicy {
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {
     if (parts_.list_shares != nullptr) parts_.list_shares->BeginStep(stream, slots, positions);
-    if (budgets_.predicts()) budgets_.first_queries().prompts().BeginStep(slots, positions);
+    budgets_.BeginStep(stream, slots, positions);
   }
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
     OffloadPolicy::Attend(stream, layer, params);
@@ -112,7 +112,7 @@ class FluxionPolicy : public OffloadPolicy {
     if (layer == shape_.layers - 1) prompts.EndStep(stream);
   }
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
-    if (budgets_.predicts()) budgets_.first_queries().EndPrompt(slot, tokens, hints);
+    budgets_.EndPrompt(slot, tokens, hints);
     OffloadPolicy::EndPrompt(slot, tokens, std::move(hints));
   }
 
@@ -132,6 +132,8 @@ class FluxionPolicy : public OffloadPolicy {
     answers.After(stream);
     link.After(stream);
     workers_.Start(answers, layer, queries, WorkerUnits(), tier().HostHome(layer));
+    // Nothing waits for it here but the end of the workers' share, which is later anyway.
+    budgets_.Keep(answers, layer, queries);
     const kernels::SparseAttentionParams over_link = SparseAttentionOf(
         queries, tier().Home(layer), pulls_ ? WorkerUnits() : DeviceUnits(), nullptr,
         shape_.unit_tokens, o(kOverLink, queries), lse(kOverLink, queries));
@@ -214,9 +216,8 @@ class FluxionPolicy : public OffloadPolicy {
     }
   }
 
-  void Joined(int slot) override {
-    if (budgets_.predicts()) budgets_.first_queries().prompts().Joined(slot);
-  }
+  void Joined(int slot) override { budgets_.Joined(slot); }
+  void Left(int slot) override { budgets_.Left(slot); }
 
  private:
   // The places of a shorter sequence have all of it, and must: it is exact.

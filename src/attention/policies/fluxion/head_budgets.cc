@@ -1,8 +1,5 @@
 #include "src/attention/policies/fluxion/head_budgets.h"
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
 #include <vector>
 
 #include "src/attention/offload/decode_attention.h"
@@ -56,8 +53,8 @@ absl::StatusOr<std::unique_ptr<HeadBudgets>> HeadBudgets::Create(const PolicyOpt
     SLUICE_RETURN_IF_ERROR(made->UploadConstants());
     return made;
   }
-  SLUICE_ASSIGN_OR_RETURN(made->first_queries_, FirstQueries::Create(options));
   SLUICE_RETURN_IF_ERROR(made->Allocate());
+  SLUICE_RETURN_IF_ERROR(made->MakeAnchors());
   SLUICE_RETURN_IF_ERROR(made->UploadNetwork());
   return made;
 }
@@ -97,63 +94,64 @@ absl::Status HeadBudgets::UploadNetwork() {
 
 absl::Status HeadBudgets::Allocate() {
   const BufferAllocator allocator(options_.device, "fluxion's budgets");
-  const int64_t slots = int64_t{shape_.layers} * shape_.slots;
   const int64_t values = int64_t{shape_.rows} * shape_.heads;
   const auto on_device = [&](int64_t words, Buffer* buffer) {
     return allocator.Words(MemoryKind::kDevice, words, buffer);
   };
   SLUICE_RETURN_IF_ERROR(on_device(values * kFluxionLevels, &budgets_));
   SLUICE_RETURN_IF_ERROR(on_device(values, &streaming_));
-  SLUICE_RETURN_IF_ERROR(on_device(slots * kv_numbers(), &anchor_kv_));
-  SLUICE_RETURN_IF_ERROR(on_device(slots * head_numbers(), &anchor_heads_));
-  SLUICE_RETURN_IF_ERROR(on_device(slots, &anchor_resident_));
   SLUICE_RETURN_IF_ERROR(on_device(2 * values * shape_.head_dim, &o_));
   SLUICE_RETURN_IF_ERROR(on_device(2 * values, &lse_));
-  const int64_t scratch =
-      kernels::AnchorScratchBytes(options_.max_context, shape_.heads, shape_.head_dim);
-  SLUICE_RETURN_IF_ERROR(BufferAllocator(options_.device, "what fluxion measures of a prompt's end")
-                             .Array(MemoryKind::kDevice, scratch, 1, &anchor_scratch_));
-  const int64_t most = std::max(kv_numbers(), head_numbers());
-  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, most, &no_anchor_));
-  std::fill_n(no_anchor_.as<float>(), most, std::numeric_limits<float>::quiet_NaN());
   return absl::OkStatus();
 }
 
-kernels::FluxionAnchors HeadBudgets::Anchors(int layer) const {
-  const int64_t slots = int64_t{layer} * shape_.slots;
-  return {anchor_kv_.as<float>() + slots * kv_numbers(),
-          anchor_heads_.as<float>() + slots * head_numbers(), anchor_resident_.as<float>() + slots};
+absl::Status HeadBudgets::MakeAnchors() {
+  Device* const device = options_.device;
+  const double tau = options_.fluxion.predictor->tau;
+  SLUICE_ASSIGN_OR_RETURN(first_queries_, FirstQueries::Create(options_));
+  SLUICE_ASSIGN_OR_RETURN(anchors_, AnchorTable::Create(device, shape_));
+  SLUICE_ASSIGN_OR_RETURN(meter_,
+                          AnchorMeter::Create(device, shape_, &tier_, options_.max_context, tau));
+  SLUICE_ASSIGN_OR_RETURN(growing_,
+                          GrowingAnchors::Create({device, shape_, &tier_, options_.max_context, tau,
+                                                  first_queries_.get(), &*anchors_}));
+  return absl::OkStatus();
+}
+
+void HeadBudgets::Joined(int slot) {
+  if (predicts()) first_queries_->prompts().Joined(slot);
+}
+
+void HeadBudgets::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
+  if (!predicts()) return;
+  first_queries_->EndPrompt(slot, tokens, hints);
+  growing_->EndPrompt(slot, tokens, first_queries_->Has(slot));
+}
+
+void HeadBudgets::Left(int slot) {
+  if (predicts()) growing_->Left(slot);
+}
+
+void HeadBudgets::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                            absl::Span<const int32_t> positions) {
+  if (!predicts()) return;
+  first_queries_->prompts().BeginStep(slots, positions);
+  growing_->BeginStep(stream, slots, positions);
+}
+
+void HeadBudgets::Keep(Stream& stream, int layer, const Queries& queries) {
+  if (predicts()) growing_->Keep(stream, layer, queries);
 }
 
 void HeadBudgets::MakeAnchor(Stream& stream, int layer, int slot, const OffloadTier::BulkRow& row) {
   if (!predicts()) return;
-  const kernels::FluxionAnchors anchors = Anchors(layer);
   if (!first_queries_->Has(slot)) {
-    const auto forget = [&](float* to, int64_t count) {
-      stream.Copy(to + slot * count, no_anchor_.as<float>(),
-                  static_cast<size_t>(count) * sizeof(float));
-    };
-    forget(anchors.kv, kv_numbers());
-    forget(anchors.heads, head_numbers());
-    forget(anchors.resident, 1);
+    anchors_->Forget(stream, layer, slot);
     return;
   }
   first_queries_->Put(stream, layer, slot, nullptr);
-  const int64_t stride = int64_t{shape_.heads} * shape_.head_dim;
-  kernels::AnchorStatisticsParams params{};
-  params.q = first_queries_->OfSlot(layer, slot);
-  params.q_stride = stride;
-  params.slots = row.slots;
-  params.positions = row.positions;
-  params.cache = tier_.Home(layer);
-  params.digests = FluxionDigests(tier_, layer);
-  params.anchors = anchors;
-  params.scratch = anchor_scratch_.as<float>();
-  params.rows = 1;
-  params.heads = shape_.heads;
-  params.scale = 1 / std::sqrt(static_cast<float>(shape_.head_dim));
-  params.tau = static_cast<float>(options_.fluxion.predictor->tau);
-  options_.device->kernels().AnchorStatistics(stream, params);
+  meter_->Measure(stream, layer, first_queries_->OfSlot(layer, slot), row.slots, row.positions,
+                  *anchors_);
 }
 
 void HeadBudgets::Predict(Stream& stream, int layer, const Queries& queries,
@@ -179,7 +177,7 @@ void HeadBudgets::Predict(Stream& stream, int layer, const Queries& queries,
   params.sink_lse = sink_lse;
   params.local_o = local_o;
   params.local_lse = local_lse;
-  params.anchors = Anchors(layer);
+  params.anchors = anchors_->Of(layer);
   params.network = network_;
   params.budgets = budgets_.as<float>();
   params.streaming = streaming_.as<int32_t>();
