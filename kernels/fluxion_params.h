@@ -32,9 +32,9 @@ struct LevelDigestsParams {
   int32_t rows;
 };
 
-// The statistics of heads at the *anchor*, the last token of the prompt, by slot. All moments are
-// those of the population; the kurtosis is the plain one, 3 for a normal distribution.
-// A moment of no tokens or of equal values is 0.
+// The statistics of heads at the *anchor*, by slot: the last token of the prompt, or a later one.
+// All moments are those of the population; the kurtosis is the plain one, 3 for a normal
+// distribution. A moment of no tokens or of equal values is 0.
 //
 // `kv` has for each KV head, in this order: the mean length of the sink's keys, and of its values;
 // the length of the mean key of the cpu segment, and of its mean value; mean, variance, skewness

@@ -31,7 +31,7 @@ namespace sluice {
 // so few tokens say little.
 inline constexpr int32_t kFirstAnchorCpuTokens = kernels::kFluxionLocalTokens;
 // A sequence that has an anchor gets the next one when it has grown by half since. So all anchors
-// of an answer together read the cache a constant number of times, however long it becomes.
+// of an answer together read at most three times its cache, however long it becomes.
 constexpr int64_t GrownByHalf(int64_t tokens) { return tokens + tokens / 2; }
 // The least number of positions before an anchor counts, about one step for each layer of a model
 // of this many. A sequence that has no anchor reads everything until then, so it is short.

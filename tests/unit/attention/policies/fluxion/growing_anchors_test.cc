@@ -101,6 +101,25 @@ class Growth {
     tier_->Release(slot);
   }
 
+  // Begins a step of another slot that the device reaches late, while the anchor of `slot` is to be
+  // measured, and takes the sequence of `slot` away meanwhile. Returns whether that took until the
+  // device was there.
+  bool LeavesLate(int slot, int other, int position) {
+    constexpr size_t kBytes = size_t{32} << 20;
+    const Buffer memory = Memory(MemoryKind::kPinned, kBytes);
+    const std::unique_ptr<Event> late = device()->NewEvent();
+    const std::unique_ptr<Stream> busy = device()->NewStream(Device::StreamKind::kCopy);
+    for (int i = 0; i < 20; ++i) busy->Fill(memory.data(), 1, kBytes);
+    busy->Record(*late);
+    stream_->WaitFor(*late);
+    budgets_->BeginStep(*stream_, {other}, {position});
+    budgets_->Left(slot);
+    const bool was_late = late->Ready();
+    Finish();
+    tier_->Release(slot);
+    return was_late;
+  }
+
   // A step of these rows. Its device work is done on return; what is measured may not be.
   void Step(const std::vector<int32_t>& slots, const std::vector<int32_t>& positions) {
     budgets_->BeginStep(*stream_, slots, positions);
@@ -324,6 +343,15 @@ TEST_CASE("a sequence may leave while its anchor is measured") {
     growth.CheckAnchor(0, 639);
     growth.Leave(0);
   }
+}
+
+TEST_CASE("a sequence leaves only when nothing reads its caches any more") {
+  Growth growth(ShapeOf(3, 1100));
+  growth.Admit(0, TestSeed(), 100, 700);
+  growth.Admit(1, TestSeed() + 1, 100, 700);
+  growth.Step({0}, {639});
+  CHECK(growth.LeavesLate(0, 1, 200));
+  growth.Leave(1);
 }
 
 }  // namespace
