@@ -11,21 +11,44 @@
 
 namespace sluice::kernels {
 
-// Digests of the blocks of every level: row b of `of[level]` has the mean of each element of the
-// block's keys [head_dim], then the variance of each [head_dim], over the block's tokens that are
-// not in the sink. The variance is that of the population. dim = 2 * head_dim, of the cache's type.
+// Digests of the blocks of every level. A block has four *pieces* of as many tokens each. Row b of
+// `of[level]` has for each piece of the block the mean of its keys less the *centre* of the KV
+// head's keys, [kDigestPieces][head_dim] in e4m3 without scales. Without a centre, e4m3 would spend
+// its four bits of precision on what all keys have in common, which says nothing of their order.
+//
+// A level above 0 may have no digests, and no memory for them (`base` is null). A block is then
+// known by the digests of its blocks of level 0.
 struct LevelDigests {
-  PagedRows of[kFluxionLevels];
+  PagedRows of[kFluxionLevels];  // kFloat8E4M3, dim = kDigestPieces * head_dim
 };
+inline constexpr int32_t kDigestPieces = 4;
 
-// Computes the digests of every level for each *chunk*, which is a block of the largest level,
-// whose last token is in [first_positions[r], positions[r]]. A block that lies in the sink is not
-// written. Means and variances are those of float64 within what float32 sums differ by, and then
-// rounded to the digests' type; a variance is never negative. The digest of a block with a key that
-// is not finite is unspecified.
+// The rows of digests by which a block is known: [begin, end) of `of[level]`.
+struct DigestRows {
+  int32_t level, begin, end;
+};
+namespace {
+
+// Returns the rows of block `block` of a level. Rows that lie in the sink are left out.
+constexpr DigestRows RowsOfBlock(const LevelDigests& digests, const FluxionSegments& segments,
+                                 int32_t level, int32_t block) {
+  if (digests.of[level].base != nullptr) return {level, block, block + 1};
+  const int32_t begin = block << level, first = FirstBlock(segments, 0);
+  return {0, begin > first ? begin : first, (block + 1) << level};
+}
+
+}  // namespace
+
+// Computes the digests of every level that has any, for each *chunk*, which is a block of the
+// largest level, whose last token is in [first_positions[r], positions[r]]. A block that lies in
+// the sink is not written. A block whose first half lies in the sink has its third and fourth piece
+// twice. Means less centres are those of float64 within what float32 sums differ by, and then
+// rounded to e4m3 (kernels/e4m3.h). The digest of a piece with a key that is not finite is
+// unspecified.
 struct LevelDigestsParams {
   PagedCache cache;  // may be a ring, as in DigestParams
   LevelDigests digests;
+  const float* centres;            // [slots][kv_heads][head_dim]; null: all are 0
   const int32_t* slots;            // [rows]
   const int32_t* first_positions;  // [rows]; null: positions
   const int32_t* positions;        // [rows]
@@ -148,10 +171,11 @@ struct PredictBudgetsParams {
 
 // Chooses one block size for the query heads of each KV head (equation 3), and how many blocks each
 // of them selects. At a level a head that does not stream selects BlocksOfShare of its budget. The
-// level is the one from `first_level` on with the least volume: the blocks of the cpu segment (for
-// their digests), and LevelTokens for each block that a head selects, summed over the heads; the
-// smallest block among equals. A head that streams selects none. If all of a list's heads stream,
-// or the cpu segment is empty, the list has no level. So it is with the lists of padded rows.
+// level is the one from `first_level` to `last_level` with the least volume: the blocks of the cpu
+// segment (for their digests), and LevelTokens for each block that a head selects, summed over the
+// heads; the smallest block among equals. A head that streams selects none. If all of a list's
+// heads stream, or the cpu segment is empty, the list has no level. So it is with the lists of
+// padded rows.
 struct PlanRetrievalParams {
   const float* budgets;      // [rows][heads][kFluxionLevels]
   const int32_t* streaming;  // [rows][heads]
@@ -164,17 +188,15 @@ struct PlanRetrievalParams {
   int32_t heads;
   int32_t kv_heads;
   int32_t first_level;
+  int32_t last_level;
 };
 
-// The score of a block is this many standard deviations above its mean: about the q k of its best
-// key. Quest's bound by the least and the largest of each element, which Fluxion publishes, is far
-// above any key's q k, and loses facts (src/attention/policies/fluxion/README.md).
-inline constexpr float kFluxionDeviations = 2;
-
-// Computes scores[row * heads + h][b] = sum_d q_d mean_d + kFluxionDeviations * sqrt(sum_d q_d^2
-// variance_d) for the blocks b of the row's cpu segment at the list's level. A head that selects no
-// block or all of them has no scores, and nothing is written for it. Scores by digests that are not
-// finite, or that have a negative variance, are unspecified.
+// Computes scores[row * heads + h][b] for the blocks b of the row's cpu segment at the list's
+// level: the largest product q . piece of all pieces in the rows by which the block is known
+// (RowsOfBlock). That is about the q k of the block's best key. Quest's bound by the least and the
+// largest of each element, which Fluxion publishes, is far above any key's q k, and loses facts
+// (src/attention/policies/fluxion/README.md). A head that selects no block or all of them has no
+// scores, and nothing is written for it. Scores by digests that are not numbers are unspecified.
 struct LevelScoresParams {
   const float* q;  // [rows][q_stride], heads * head_dim used, after RoPE
   int64_t q_stride;

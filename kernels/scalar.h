@@ -64,8 +64,7 @@ constexpr int64_t KeyIndex(const PagedCache& c, int64_t slot, int64_t token, int
 // Returns the offset of row `row` of (slot, head), in bytes from `base`.
 constexpr int64_t RowOffset(const PagedRows& r, int64_t slot, int64_t row, int64_t head) {
   const int64_t page = r.page_table[slot * r.table_stride + row / r.rows_per_page];
-  return page * r.page_bytes + head * r.head_bytes +
-         row % r.rows_per_page * r.dim * (r.type == DType::kFloat32 ? 4 : 2);
+  return page * r.page_bytes + head * r.head_bytes + row % r.rows_per_page * r.dim * SizeOf(r.type);
 }
 
 }  // namespace

@@ -20,13 +20,13 @@ Plan PlanOf(const PlanRetrievalParams& p, const FluxionSegments& segments, int64
   for (int64_t g = 0; g < group; ++g) {
     if (streaming[g] != 0) continue;
     reads = true;
-    for (int32_t level = p.first_level; level < kFluxionLevels; ++level) {
+    for (int32_t level = p.first_level; level <= p.last_level; ++level) {
       volumes[level] += int64_t{LevelTokens(level)} *
                         BlocksOfShare(segments, level, budgets[g * kFluxionLevels + level]);
     }
   }
   Plan plan;
-  for (int32_t level = p.first_level; reads && level < kFluxionLevels; ++level) {
+  for (int32_t level = p.first_level; reads && level <= p.last_level; ++level) {
     const int64_t volume = volumes[level] + CpuBlocks(segments, level);
     if (plan.level < 0 || volume < plan.volume) plan = {level, volume};
   }
@@ -37,8 +37,8 @@ Plan PlanOf(const PlanRetrievalParams& p, const FluxionSegments& segments, int64
 
 void PlanRetrieval(const PlanRetrievalParams& p, Worker worker) {
   if (p.kv_heads < 1 || p.heads % p.kv_heads != 0 || p.first_level < 0 ||
-      p.first_level >= kFluxionLevels) {
-    KernelCheckFailed("plan_retrieval: heads a multiple of kv_heads, a first level from 0 to 3");
+      p.first_level > p.last_level || p.last_level >= kFluxionLevels) {
+    KernelCheckFailed("plan_retrieval: heads a multiple of kv_heads, levels from 0 to 3");
   }
   const int64_t group = p.heads / p.kv_heads;
   const Range mine = Share(int64_t{p.rows} * p.kv_heads, worker);

@@ -4,6 +4,7 @@
 
 #include "kernels/anchor_scratch.h"
 #include "kernels/cpu/simd_scores.h"
+#include "kernels/fp8.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -193,21 +194,24 @@ inline void MeasureOutputs(const AnchorStatisticsParams& p, int64_t row, int64_t
   arrays.Output(head) = {whole.largest, LengthOf(arrays.O(head), dim), of_resident, 0};
 }
 
-inline double AnchorElement(float v) { return double{v}; }
-inline double AnchorElement(uint16_t v) { return double{Bf16ToFloat(v)}; }
 
 // Returns the score of a block. It is rounded to float32, as the scores of LevelScores are.
-template <typename T>
-float AnchorScore(const float* q, const T* digest, int64_t dim) {
-  double means[4] = {}, variances[4] = {};
-  for (int64_t d = 0; d < dim; ++d) {
-    const double x = double{q[d]};
-    means[d % 4] += x * AnchorElement(digest[d]);
-    variances[d % 4] += x * x * AnchorElement(digest[dim + d]);
+inline float AnchorScore(const float* q, const LevelDigests& digests, const DigestRows& rows,
+                         int64_t slot, int64_t kv_head, int64_t dim) {
+  static constexpr E4M3Values kValues = MakeE4M3Values();
+  const PagedRows& of_level = digests.of[rows.level];
+  double best = double{kNegativeInfinity};
+  for (int64_t b = rows.begin; b < rows.end; ++b) {
+    const auto* pieces =
+        static_cast<const uint8_t*>(of_level.base) + RowOffset(of_level, slot, b, kv_head);
+    for (int64_t piece = 0; piece < kDigestPieces; ++piece, pieces += dim) {
+      double sums[4] = {};
+      for (int64_t d = 0; d < dim; ++d) sums[d % 4] += double{q[d]} * kValues.of[pieces[d]];
+      const double score = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+      best = score > best ? score : best;
+    }
   }
-  const double variance = (variances[0] + variances[1]) + (variances[2] + variances[3]);
-  const double above = double{kFluxionDeviations} * __builtin_sqrt(variance > 0 ? variance : 0);
-  return static_cast<float>((means[0] + means[1]) + (means[2] + means[3]) + above);
+  return static_cast<float>(best);
 }
 
 // Returns an integer that is less for a larger score, and for a lower block among equals.
@@ -264,9 +268,8 @@ inline int64_t AnchorPrefix(const AnchorArrays& arrays, int64_t head, int32_t le
 }
 
 // Finds the budgets of a head.
-template <typename T>
-void FindBudgets(const AnchorStatisticsParams& p, int64_t row, int64_t head, double limit,
-                 const AnchorArrays& arrays) {
+inline void FindBudgets(const AnchorStatisticsParams& p, int64_t row, int64_t head, double limit,
+                        const AnchorArrays& arrays) {
   const int64_t dim = arrays.dim, slot = p.slots[row],
                 kv_head = head / (p.heads / p.cache.kv_heads);
   const FluxionSegments segments = SegmentsOf(p.positions[row]);
@@ -279,11 +282,9 @@ void FindBudgets(const AnchorStatisticsParams& p, int64_t row, int64_t head, dou
   for (int32_t level = 0; level < kFluxionLevels; ++level) {
     const int64_t first = FirstBlock(segments, level), blocks = CpuBlocks(segments, level);
     uint64_t* const order = arrays.Order(head) + AnchorBlocksBefore(arrays.layout.units, level);
-    const PagedRows& digests = p.digests.of[level];
-    for (int64_t b = 0; b < blocks; ++b) {
-      const char* const digest =
-          static_cast<const char*>(digests.base) + RowOffset(digests, slot, first + b, kv_head);
-      order[b] = AnchorKey(AnchorScore(q, reinterpret_cast<const T*>(digest), dim), first + b);
+    for (int64_t b = first; b < first + blocks; ++b) {
+      const DigestRows rows = RowsOfBlock(p.digests, segments, level, static_cast<int32_t>(b));
+      order[b - first] = AnchorKey(AnchorScore(q, p.digests, rows, slot, kv_head, dim), b);
     }
     SortKeys(order, blocks);
     AnchorPart prefix = of_default;
@@ -312,7 +313,7 @@ void MeasureRow(const AnchorStatisticsParams& p, int64_t row) {
     resident = output.resident > resident ? output.resident : resident;
   }
   for (int64_t h = 0; h < p.heads; ++h) {
-    FindBudgets<T>(p, row, h, double{p.tau} * largest, arrays);
+    FindBudgets(p, row, h, double{p.tau} * largest, arrays);
   }
   p.anchors.resident[p.slots[row]] = static_cast<float>(resident);
 }
@@ -339,12 +340,13 @@ void AnchorStatistics(const AnchorStatisticsParams& p, Worker worker) {
                c.block_tokens % kAnchorUnitTokens == 0 && c.ring_blocks == 0 &&
                c.head_tables == nullptr;
   for (const PagedRows& digests : p.digests.of) {
-    valid = valid && digests.type == c.type && digests.dim == 2 * c.head_dim;
+    valid = valid && (digests.base == nullptr || (digests.type == DType::kFloat8E4M3 &&
+                                                  digests.dim == kDigestPieces * c.head_dim));
   }
   if (!valid) {
     KernelCheckFailed(
         "anchor_statistics: head_dim a multiple of 16 up to 256, blocks of a "
-        "multiple of 16 tokens, no ring, digests of the cache's type");
+        "multiple of 16 tokens, no ring, digests in e4m3");
   }
   if (c.type == DType::kFloat32) {
     MeasureAnchors<S, float>(p, worker);

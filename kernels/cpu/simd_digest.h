@@ -23,6 +23,10 @@ template <class S>
 inline typename S::F LoadElements(const uint16_t* p) {
   return S::LoadBf16(p);
 }
+template <class S>
+inline typename S::F LoadElements(const uint8_t* p) {
+  return S::LoadE4M3(p);
+}
 
 // Writes the smallest and the largest of each element of `tokens` rows of [dim] to [2][dim] floats.
 template <class S, typename T>

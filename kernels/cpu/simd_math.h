@@ -6,6 +6,7 @@
 //   Round(x)               to the nearest integer, for |x| < 2^22
 //   Pow2(n)                2^n for integer-valued n in [-126, 127]
 //   LoadBf16, StoreBf16    kWidth elements
+//   LoadE4M3               kWidth elements, exactly
 //   LoadPairs(p, e, o)     2 * kWidth bf16: those at even indices to e, those at odd ones to o
 //   Sum(x), Largest(x)     over the lanes, in one fixed order
 //   TransposeKeys          see simd_attention.h

@@ -55,6 +55,21 @@ struct Avx2 {
     const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
   }
+  // Subnormal e4m3 values, multiples of 2^-9, are the last bits of floats at 2^-6; the others lack
+  // 120 of exponent. (The code of NaN counts as 480.)
+  static F LoadE4M3(const uint8_t* p) {
+    const __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m256i rest = _mm256_slli_epi32(_mm256_and_si256(v, _mm256_set1_epi32(0x7F)), 20);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(v, _mm256_set1_epi32(0x80)), 24);
+    const __m256i normal = _mm256_add_epi32(rest, _mm256_set1_epi32(120 << 23));
+    const F least = _mm256_set1_ps(0x1.0p-6f);
+    const F subnormal = _mm256_sub_ps(
+        _mm256_castsi256_ps(_mm256_or_si256(rest, _mm256_castps_si256(least))), least);
+    const __m256i is_normal = _mm256_cmpgt_epi32(rest, _mm256_set1_epi32((1 << 23) - 1));
+    const F value =
+        _mm256_blendv_ps(subnormal, _mm256_castsi256_ps(normal), _mm256_castsi256_ps(is_normal));
+    return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
+  }
   static void StoreBf16(uint16_t* p, F v) {
     alignas(32) float values[kWidth];
     _mm256_store_ps(values, v);

@@ -57,6 +57,10 @@ struct Portable {
   static F LoadBf16(const uint16_t* p) {
     return F{Bf16ToFloat(p[0]), Bf16ToFloat(p[1]), Bf16ToFloat(p[2]), Bf16ToFloat(p[3])};
   }
+  static F LoadE4M3(const uint8_t* p) {
+    static constexpr E4M3Values kValues = MakeE4M3Values();
+    return F{kValues.of[p[0]], kValues.of[p[1]], kValues.of[p[2]], kValues.of[p[3]]};
+  }
   static void StoreBf16(uint16_t* p, F v) {
     for (int i = 0; i < kWidth; ++i) p[i] = FloatToBf16(v[i]);
   }

@@ -1,27 +1,34 @@
 // The score of a block by Fluxion's digest of it (LevelDigests), in float64.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
+#include "kernels/e4m3.h"
 #include "kernels/fluxion_params.h"
-#include "kernels/reference/element.h"
+#include "kernels/scalar.h"
 
 namespace sluice::kernels::reference {
 namespace {
 
-// Returns a query's score of the block (slot, block) of a KV head: sum_d q_d mean_d +
-// kFluxionDeviations * sqrt(sum_d q_d^2 variance_d), rounded to float32.
-inline float BlockScore(const float* q, const PagedRows& digests, int64_t slot, int64_t block,
+// Returns a query's score of a block of (slot, KV head), as LevelScores has it, rounded to float32.
+inline float BlockScore(const float* q, const LevelDigests& digests,
+                        const FluxionSegments& segments, int32_t level, int64_t slot, int64_t block,
                         int64_t kv_head) {
-  const int64_t dim = digests.dim / 2;
-  const char* const row =
-      static_cast<const char*>(digests.base) + RowOffset(digests, slot, block, kv_head);
-  double mean = 0, variance = 0;
-  for (int64_t d = 0; d < dim; ++d) {
-    mean += double{q[d]} * Get(row, digests.type, d);
-    variance += double{q[d]} * double{q[d]} * Get(row, digests.type, dim + d);
+  const DigestRows rows = RowsOfBlock(digests, segments, level, static_cast<int32_t>(block));
+  const PagedRows& of_level = digests.of[rows.level];
+  const int64_t dim = of_level.dim / kDigestPieces;
+  double best = -INFINITY;
+  for (int64_t b = rows.begin; b < rows.end; ++b) {
+    const auto* const row =
+        static_cast<const uint8_t*>(of_level.base) + RowOffset(of_level, slot, b, kv_head);
+    for (int64_t piece = 0; piece < kDigestPieces; ++piece) {
+      double sum = 0;
+      for (int64_t d = 0; d < dim; ++d) sum += double{q[d]} * E4M3ToFloat(row[piece * dim + d]);
+      best = std::max(best, sum);
+    }
   }
-  return static_cast<float>(mean + double{kFluxionDeviations} * std::sqrt(variance));
+  return static_cast<float>(best);
 }
 
 }  // namespace

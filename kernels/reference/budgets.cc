@@ -202,7 +202,7 @@ void PlanRetrieval(const PlanRetrievalParams& p, Worker worker) {
     const int64_t row = list / p.kv_heads;
     int32_t best = -1;
     int64_t least = 0;
-    for (int32_t level = p.first_level; HasLevel(p, list) && level < kFluxionLevels; ++level) {
+    for (int32_t level = p.first_level; HasLevel(p, list) && level <= p.last_level; ++level) {
       const int64_t volume = VolumeOf(p, list, level);
       if (best >= 0 && volume >= least) continue;
       best = level;

@@ -1,6 +1,7 @@
 // Digests of blocks at Fluxion's four levels, and the scores of blocks by them.
 #include <algorithm>
 
+#include "kernels/e4m3.h"
 #include "kernels/reference/block_score.h"
 #include "kernels/reference/element.h"
 #include "kernels/reference/reference.h"
@@ -8,19 +9,26 @@
 namespace sluice::kernels::reference {
 namespace {
 
-// Writes the digest of tokens [begin, end) of (slot, head) as row `block`.
-void WriteDigest(const PagedCache& c, const PagedRows& digests, int64_t slot, int64_t head,
-                 int64_t block, int64_t begin, int64_t end) {
-  const int64_t dim = c.head_dim;
-  const auto tokens = static_cast<double>(end - begin);
-  char* const row = static_cast<char*>(digests.base) + RowOffset(digests, slot, block, head);
-  for (int64_t d = 0; d < dim; ++d) {
-    const auto key = [&](int64_t t) { return Get(c.base, c.type, KeyIndex(c, slot, t, head) + d); };
-    double mean = 0, variance = 0;
-    for (int64_t t = begin; t < end; ++t) mean += key(t) / tokens;
-    for (int64_t t = begin; t < end; ++t) variance += (key(t) - mean) * (key(t) - mean) / tokens;
-    Put(row, digests.type, d, mean);
-    Put(row, digests.type, dim + d, variance);
+// Writes the digest of block `block` of a level of (slot, head).
+void WriteDigest(const LevelDigestsParams& p, int64_t sink, int32_t level, int64_t slot,
+                 int64_t head, int64_t block) {
+  const PagedCache& c = p.cache;
+  const PagedRows& digests = p.digests.of[level];
+  const int64_t dim = c.head_dim, tokens = LevelTokens(level) / kDigestPieces;
+  auto* const row = static_cast<uint8_t*>(digests.base) + RowOffset(digests, slot, block, head);
+  for (int64_t piece = 0; piece < kDigestPieces; ++piece) {
+    int64_t begin = block * LevelTokens(level) + piece * tokens;
+    if (begin < sink) begin += 2 * tokens;
+    for (int64_t d = 0; d < dim; ++d) {
+      double sum = 0;
+      for (int64_t t = begin; t < begin + tokens; ++t) {
+        sum += Get(c.base, c.type, KeyIndex(c, slot, t, head) + d);
+      }
+      const double centre =
+          p.centres == nullptr ? 0 : double{p.centres[(slot * c.kv_heads + head) * dim + d]};
+      const double mean = sum / static_cast<double>(tokens) - centre;
+      row[piece * dim + d] = FloatToE4M3(static_cast<float>(mean));
+    }
   }
 }
 
@@ -51,12 +59,13 @@ struct ScoredList {
 
 // Writes the scores of one block for the heads that want some.
 void ScoreBlock(const LevelScoresParams& p, const ScoredList& list, int64_t block) {
-  const PagedRows& digests = p.digests.of[list.level];
+  const int64_t dim = p.digests.of[0].dim / kDigestPieces;
   const float* const q = p.q + list.row * p.q_stride;
   for (int64_t h = list.kv_head * list.group; h < (list.kv_head + 1) * list.group; ++h) {
     if (!list.Wants(p, h)) continue;
     p.scores[(list.row * p.heads + h) * p.score_stride + block] =
-        BlockScore(q + h * (digests.dim / 2), digests, p.slots[list.row], block, list.kv_head);
+        BlockScore(q + h * dim, p.digests, SegmentsOf(p.positions[list.row]), list.level,
+                   p.slots[list.row], block, list.kv_head);
   }
 }
 
@@ -71,12 +80,12 @@ void LevelDigests(const LevelDigestsParams& p, Worker worker) {
     for (int64_t end = kFluxionLargestBlock; end <= last + 1; end += kFluxionLargestBlock) {
       if (end - 1 < first) continue;
       for (int32_t level = 0; level < kFluxionLevels; ++level) {
+        if (p.digests.of[level].base == nullptr) continue;
         const int64_t tokens = LevelTokens(level);
         for (int64_t b = (end - kFluxionLargestBlock) / tokens; b < end / tokens; ++b) {
-          const int64_t begin = std::max(b * tokens, sink);
-          if (begin >= (b + 1) * tokens) continue;
+          if (sink >= (b + 1) * tokens) continue;
           for (int64_t h = 0; h < p.cache.kv_heads; ++h) {
-            WriteDigest(p.cache, p.digests.of[level], p.slots[r], h, b, begin, (b + 1) * tokens);
+            WriteDigest(p, sink, level, p.slots[r], h, b);
           }
         }
       }

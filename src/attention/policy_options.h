@@ -169,6 +169,10 @@ struct PolicyOptions {
     bool resident = true;
     // True: digests lie in DRAM, and the CPU workers score them, as published.
     bool digests_in_dram = false;
+    // True: each list chooses its size of block among all levels by equation 3, as published, and
+    // all levels have digests. False: lists have blocks of block_tokens or fixed_block tokens, and
+    // level 0 alone has digests.
+    bool all_levels = false;
     // The meaning of the device's share with kFixed. kEachList: of each list. The others give it
     // whole lists, assigned before each step: kHeads by their number, kLengths by the lengths of
     // their sequences (policies/fluxion/list_shares.h).

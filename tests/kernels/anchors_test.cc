@@ -1,4 +1,5 @@
 // AnchorStatistics: moments, attention to the segments, and budgets at an anchor.
+#include "kernels/e4m3.h"
 #include "tests/kernels/sparse_support.h"
 
 namespace sluice::kernels {
@@ -40,10 +41,11 @@ struct AnchorInput {
         positions(rows),
         cache(rows, (longest - 1) / c.block_tokens + 1, c.block_tokens, c.kv_heads, c.head_dim,
               random),
-        q(NormalBuffer<float>(rows * q_stride, random, 0.3f)) {
+        q(NormalBuffer<float>(rows * q_stride, random, 0.3f)),
+        levels(random() % 2 == 0 ? kFluxionLevels : 1) {
     for (int32_t level = 0; level < kFluxionLevels; ++level) {
-      digests.emplace_back(rows, longest / LevelTokens(level) + 1, 3 + level, 2 * c.head_dim,
-                           c.kv_heads, random);
+      digests.emplace_back(rows, longest / LevelTokens(level) + 1, 3 + level,
+                           kDigestPieces * c.head_dim, c.kv_heads, random);
     }
     for (int32_t r = 0; r < rows; ++r) {
       const int32_t tokens = c.tokens[static_cast<size_t>(r)];
@@ -87,25 +89,23 @@ struct AnchorInput {
     for (int32_t level = 0; level < kFluxionLevels; ++level) {
       const int64_t length = LevelTokens(level);
       for (int64_t b = 0; (b + 1) * length <= tokens; ++b) {
-        T* const row = digests[static_cast<size_t>(level)].Row(slot, b, head);
-        const int64_t begin = std::max<int64_t>(b * length, kFluxionSinkTokens);
-        for (int64_t d = 0; d < dim && begin < (b + 1) * length; ++d) {
-          PutMoments(slot, head, begin, (b + 1) * length, d, row);
+        uint8_t* const row = digests[static_cast<size_t>(level)].Row(slot, b, head);
+        if ((b + 1) * length <= kFluxionSinkTokens) continue;
+        for (int64_t piece = 0; piece < kDigestPieces; ++piece) {
+          int64_t begin = b * length + piece * length / kDigestPieces;
+          if (begin < kFluxionSinkTokens) begin += length / 2;
+          PutPiece(slot, head, begin, begin + length / kDigestPieces, row + piece * dim);
         }
       }
     }
   }
-  // Writes the moments of element d of keys [begin, end) to their places in a digest.
-  void PutMoments(int64_t slot, int64_t head, int64_t begin, int64_t end, int64_t d, T* digest) {
-    const auto tokens = static_cast<double>(end - begin);
-    double mean = 0, variance = 0;
-    for (int64_t t = begin; t < end; ++t) mean += Value(cache.Key(slot, t, head)[d]) / tokens;
-    for (int64_t t = begin; t < end; ++t) {
-      const double off = Value(cache.Key(slot, t, head)[d]) - mean;
-      variance += off * off / tokens;
+  // Writes the mean of keys [begin, end).
+  void PutPiece(int64_t slot, int64_t head, int64_t begin, int64_t end, uint8_t* piece) {
+    for (int64_t d = 0; d < c.head_dim; ++d) {
+      double sum = 0;
+      for (int64_t t = begin; t < end; ++t) sum += Value(cache.Key(slot, t, head)[d]);
+      piece[d] = FloatToE4M3(static_cast<float>(sum / static_cast<double>(end - begin)));
     }
-    PutElement(mean, digest[d]);
-    PutElement(variance, digest[c.head_dim + d]);
   }
   static void PutElement(double v, T& out) {
     if constexpr (sizeof(T) == 4) {
@@ -126,8 +126,7 @@ struct AnchorInput {
     p.slots = slots.data();
     p.positions = positions.data();
     p.cache = cache.view;
-    for (size_t level = 0; level < kFluxionLevels; ++level)
-      p.digests.of[level] = digests[level].view;
+    for (size_t level = 0; level < levels; ++level) p.digests.of[level] = digests[level].view;
     p.rows = rows;
     p.heads = heads;
     p.scale = 1 / std::sqrt(static_cast<float>(c.head_dim));
@@ -140,8 +139,9 @@ struct AnchorInput {
   const int64_t q_stride;
   Guarded<int32_t> slots, positions;
   TestCache<T> cache;
-  std::vector<TestRows<T>> digests;
+  std::vector<TestRows<uint8_t>> digests;
   Guarded<float> q;
+  const size_t levels;  // that have digests
 };
 
 struct AnchorResults {
@@ -202,18 +202,30 @@ class Direct {
     return o;
   }
 
+  double ScoreOfRow(int32_t level, int32_t row) const {
+    const uint8_t* const digest =
+        in_.digests[static_cast<size_t>(level)].Row(in_.slots[row_], row, head_ / in_.c.group);
+    double best = -INFINITY;
+    for (int32_t piece = 0; piece < kDigestPieces; ++piece) {
+      double sum = 0;
+      for (int32_t d = 0; d < in_.c.head_dim; ++d) {
+        sum += double{Query()[d]} * E4M3ToFloat(digest[piece * in_.c.head_dim + d]);
+      }
+      best = std::max(best, sum);
+    }
+    return best;
+  }
   // Returns the errors of all prefixes but the longest one.
   std::vector<double> Errors(int32_t level) const {
     const int32_t first = FirstBlock(segments_, level), count = CpuBlocks(segments_, level);
     std::vector<std::pair<float, int32_t>> order;  // by -score, then by block
     for (int32_t b = first; b < first + count; ++b) {
-      const T* const digest =
-          in_.digests[static_cast<size_t>(level)].Row(in_.slots[row_], b, head_ / in_.c.group);
-      double variance = 0;
-      for (int32_t d = 0; d < in_.c.head_dim; ++d) {
-        variance += double{Query()[d]} * double{Query()[d]} * Value(digest[in_.c.head_dim + d]);
+      const int32_t below = static_cast<size_t>(level) < in_.levels ? 0 : level;
+      double score = -INFINITY;
+      for (int32_t row = b << below; row < (b + 1) << below; ++row) {
+        if (below > 0 && row * LevelTokens(0) < segments_.sink) continue;
+        score = std::max(score, ScoreOfRow(level - below, row));
       }
-      const double score = Dot(digest) + double{kFluxionDeviations} * std::sqrt(variance);
       order.push_back({-static_cast<float>(score), b});
     }
     std::sort(order.begin(), order.end());

@@ -56,14 +56,13 @@ void RunRowsAlone(const KernelTable& table, const LevelScoresParams& all, int32_
   }
 }
 
-template <typename T>
 void CheckLevelScores(const KernelTable& table, int32_t group, int32_t head_dim, int32_t tokens,
-                      Random& random) {
+                      bool only_first, Random& random) {
   constexpr int32_t kKvHeads = ScoresInput::kKvHeads, kScoreSlots = 8;
-  INFO("group " << group << " head_dim " << head_dim << " tokens " << tokens << ", " << sizeof(T)
-                << " bytes an element");
+  INFO("group " << group << " head_dim " << head_dim << " tokens " << tokens
+                << (only_first ? ", level 0 alone has digests" : ""));
   const ScoresInput in(group, head_dim, tokens, random);
-  TestLevels<T> digests(kScoreSlots, tokens, head_dim, kKvHeads, random);
+  TestLevels digests(kScoreSlots, tokens, head_dim, kKvHeads, random, only_first);
   digests.Fill(random);
   const int64_t stride = tokens / LevelTokens(0) + 3, size = in.kRows * in.heads * stride;
   LevelScoresParams p = {.q = in.q.data(),
@@ -102,23 +101,24 @@ void CheckLevelScores(const KernelTable& table, int32_t group, int32_t head_dim,
 }
 
 void TestLevelScores(const KernelTable& table, Random& random) {
-  for (int32_t group : {1, 3, 4, 7, 8}) {
-    CheckLevelScores<uint16_t>(table, group, 64, 1280, random);
-    CheckLevelScores<float>(table, group, 16, 1024, random);
+  for (const bool only_first : {false, true}) {
+    for (int32_t group : {1, 3, 4, 7, 8}) {
+      CheckLevelScores(table, group, 64, 1280, only_first, random);
+      CheckLevelScores(table, group, 16, 1024, only_first, random);
+    }
+    for (int32_t head_dim : {16, 80, 128, 256}) {
+      CheckLevelScores(table, 5, head_dim, 2048, only_first, random);
+    }
+    CheckLevelScores(table, 12, 64, 1280, only_first, random);
+    CheckLevelScores(table, 4, 64, 20480, only_first, random);
   }
-  for (int32_t head_dim : {16, 80, 128, 256}) {
-    CheckLevelScores<uint16_t>(table, 5, head_dim, 2048, random);
-  }
-  CheckLevelScores<float>(table, 4, 128, 1280, random);
-  CheckLevelScores<uint16_t>(table, 12, 64, 1280, random);
-  CheckLevelScores<uint16_t>(table, 4, 64, 20480, random);
 }
 SLUICE_TEST_LEVELS("level scores agree with the reference, and are a row's own", TestLevelScores)
 
 // A head's scores have the same bits whichever other heads of its group want some.
 void TestHeadsAlone(const KernelTable& table, Random& random) {
   constexpr int32_t kGroup = 7, kDim = 128, kAll = 2048;
-  TestLevels<uint16_t> digests(1, kAll, kDim, 1, random);
+  TestLevels digests(1, kAll, kDim, 1, random);
   digests.Fill(random);
   const auto q = NormalBuffer<float>(kGroup * kDim, random);
   const auto slots = BufferOf<int32_t>({0}), positions = BufferOf<int32_t>({kAll - 1});
@@ -148,7 +148,7 @@ TEST_CASE("a worker scores its share of the blocks of a list, on every path of t
   constexpr int32_t kGroup = 3, kDim = 32, kAll = 2100, kWorkers = 5;
   constexpr int64_t kStride = kAll / 16 + 1;
   Random random(TestSeed());
-  TestLevels<uint16_t> digests(1, kAll, kDim, 2, random);
+  TestLevels digests(1, kAll, kDim, 2, random);
   digests.Fill(random);
   const auto q = NormalBuffer<float>(2 * kGroup * kDim, random);
   const auto slots = BufferOf<int32_t>({0}), positions = BufferOf<int32_t>({kAll - 1});

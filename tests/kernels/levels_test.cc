@@ -4,80 +4,64 @@
 namespace sluice::kernels {
 namespace {
 
-// How far digests may be off the reference's. With the root mean square r of the elements, a sum of
-// 16 in float32, of the elements or of their differences from one of them, has a mean that is off
-// by at most 1.5e-6 r, and joined means no more; the variance is off by at most 3e-5 of itself and
-// (1.5e-6 r)^2. Each is then rounded to its type, maybe to the other neighbour.
-template <typename T>
-struct DigestLimits {
-  static constexpr double kOfMean = 1.5e-6, kOfVariance = 3e-5;
-  static constexpr double kUlp = sizeof(T) == 2 ? 0x1p-7 : 0x1p-23;
-
-  static bool IsNear(const T* got, const T* want, int64_t dim) {
-    for (int64_t d = 0; d < dim; ++d) {
-      const double mean = Value(want[d]), variance = Value(want[dim + d]);
-      const double off = kOfMean * std::sqrt(mean * mean + variance);
-      const double of_mean = std::fabs(Value(got[d]) - mean);
-      const double of_variance = std::fabs(Value(got[dim + d]) - variance);
-      const bool is_near = of_mean <= kUlp * std::fabs(mean) + off &&
-                           of_variance <= (kUlp + kOfVariance) * variance + off * off &&
-                           Value(got[dim + d]) >= 0;
-      if (!is_near) return false;
-    }
-    return true;
-  }
-};
+// Returns whether an element of a digest may stand in place of the reference's. A mean of float32
+// sums may be off by 1e-6 of the keys' magnitudes, which are at most 70 here, and be rounded to the
+// other neighbour for it.
+bool IsNear(uint8_t got, uint8_t want) {
+  const double off = std::fabs(E4M3ToFloat(got) - E4M3ToFloat(want));
+  const double step = std::max(0x1p-9f, std::fabs(E4M3ToFloat(want)) / 8);
+  return got == want || off <= step;
+}
 
 // Buffers of the same shape elsewhere, and the view of them.
-template <typename T>
 struct LevelCopies {
-  explicit LevelCopies(const TestLevels<T>& levels) {
+  explicit LevelCopies(const TestLevels& levels) {
     for (size_t level = 0; level < levels.of.size(); ++level) {
       data.emplace_back(levels.of[level].data.size());
-      view.of[level] = levels.of[level].At(data.back());
+      if (levels.view.of[level].base != nullptr) {
+        view.of[level] = levels.of[level].At(data.back());
+      }
     }
   }
-  T* Row(int32_t level, int64_t slot, int64_t block, int64_t head) {
-    return data[static_cast<size_t>(level)].data() +
-           RowOffset(view.of[level], slot, block, head) / static_cast<int64_t>(sizeof(T));
+  uint8_t* Row(int32_t level, int64_t slot, int64_t block, int64_t head) {
+    return data[static_cast<size_t>(level)].data() + RowOffset(view.of[level], slot, block, head);
   }
   // Returns an empty string where the bits are equal.
-  std::string DifferenceFrom(const TestLevels<T>& want) const {
+  std::string DifferenceFrom(const TestLevels& want) const {
     for (size_t level = 0; level < data.size(); ++level) {
       const std::string difference =
           data[level].Damage() +
-          BitDifference(data[level].span(), want.of[level].data.span(), want.view.of[level].dim);
+          BitDifference(data[level].span(), want.of[level].data.span(), want.of[level].view.dim);
       if (!difference.empty()) return "level " + std::to_string(level) + ": " + difference;
     }
     return "";
   }
-  // Makes rows that are near those of `want` equal to them. Returns the share of their numbers that
-  // were not, among those that are not 0.
-  double TakeNear(TestLevels<T>& want) {
+  // Makes elements that are near those of `want` equal to them. Returns the share of those that
+  // were not.
+  double TakeNear(TestLevels& want) {
     int64_t differ = 0, all = 0;
     want.ForEachRow([&](int32_t level, int64_t slot, int64_t block, int64_t head) {
-      const int64_t dim = want.view.of[level].dim;
-      T* const got = Row(level, slot, block, head);
-      const T* const of_want = want.of[static_cast<size_t>(level)].Row(slot, block, head);
-      if (!DigestLimits<T>::IsNear(got, of_want, dim / 2)) return;
-      for (int64_t d = 0; d < dim; ++d) {
-        all += Value(of_want[d]) != 0;
-        differ += Value(of_want[d]) != 0 && Value(got[d]) != Value(of_want[d]);
-        got[d] = of_want[d];
+      uint8_t* const got = Row(level, slot, block, head);
+      const uint8_t* const of_want = want.of[static_cast<size_t>(level)].Row(slot, block, head);
+      for (int64_t d = 0; d < want.view.of[level].dim; ++d) {
+        ++all;
+        differ += got[d] != of_want[d];
+        if (IsNear(got[d], of_want[d])) got[d] = of_want[d];
       }
     });
-    return static_cast<double>(differ) / static_cast<double>(std::max<int64_t>(all, 1));
+    return static_cast<double>(differ) / static_cast<double>(all);
   }
 
-  std::vector<Guarded<T>> data;
-  LevelDigests view;
+  std::vector<Guarded<uint8_t>> data;
+  LevelDigests view = {};
 };
 
 struct DigestsCase {
   const char* name;
   int32_t block_tokens, kv_heads, head_dim;
-  int32_t ring_blocks;  // if > 0, rows are decode rows
-  bool bulk;            // rows name their first positions
+  int32_t ring_blocks;      // if > 0, rows are decode rows
+  bool bulk;                // rows name their first positions
+  bool only_first = false;  // only level 0 has digests
 };
 
 const DigestsCase kDigestsCases[] = {
@@ -89,6 +73,8 @@ const DigestsCase kDigestsCases[] = {
     {"whole sequences, blocks of 48", 48, 1, 16, 0, true},
     {"whole sequences, blocks of 128, head_dim 256", 128, 1, 256, 0, true},
     {"whole sequences, blocks of 16", 16, 2, 128, 0, true},
+    {"whole sequences, level 0 alone", 16, 3, 96, 0, true, true},
+    {"decode rows in a ring, level 0 alone", 32, 2, 64, 5, false, true},
 };
 
 constexpr int32_t kSlots = 6, kTokens = 1024;
@@ -113,29 +99,21 @@ void FillKeys(TestCache<T>& cache, Random& random) {
   }
 }
 
-// Checks by hand one digest of the reference: the variance is half the mean square of the
-// differences of all pairs.
+// Checks by hand one piece of a digest of the reference, the mean of tokens [begin, end).
 template <typename T>
-void CheckOneDigest(TestCache<T>& cache, TestLevels<T>& levels, int32_t level, int64_t slot,
-                    int64_t block, int64_t begin) {
-  constexpr double kHalfUlp = sizeof(T) == 2 ? 0x1p-8 : 0x1p-24;
+void CheckOnePiece(TestCache<T>& cache, TestLevels& levels, const float* centres, int32_t level,
+                   int64_t slot, int64_t block, int64_t piece, int64_t begin, int64_t end) {
   const int64_t dim = cache.view.head_dim, head = cache.view.kv_heads - 1;
-  const int64_t end = (block + 1) * LevelTokens(level);
-  const T* const digest = levels.of[static_cast<size_t>(level)].Row(slot, block, head);
+  const uint8_t* const digest = levels.of[static_cast<size_t>(level)].Row(slot, block, head);
   for (int64_t d = 0; d < dim; ++d) {
-    double sum = 0, squares = 0;
+    double sum = 0;
     for (int64_t t = begin; t < end; ++t) {
-      const double k = Value(cache.Key(slot, t, head)[d]);
-      sum += k;
-      for (int64_t u = begin; u < t; ++u) {
-        const double off = k - Value(cache.Key(slot, u, head)[d]);
-        squares += off * off;
-      }
+      sum += Value(cache.Key(slot, t, head)[d]) -
+             double{centres[(slot * cache.view.kv_heads + head) * dim + d]};
     }
-    const auto tokens = static_cast<double>(end - begin);
-    const double mean = sum / tokens, variance = squares / (tokens * tokens);
-    REQUIRE(std::fabs(Value(digest[d]) - mean) <= kHalfUlp * std::fabs(mean) + 1e-12);
-    REQUIRE(std::fabs(Value(digest[dim + d]) - variance) <= kHalfUlp * variance + 1e-12);
+    const double mean = sum / static_cast<double>(end - begin);
+    const double got = E4M3ToFloat(digest[piece * dim + d]);
+    REQUIRE(std::fabs(got - mean) <= std::max(0x1p-10, std::fabs(mean) / 16) + 1e-5);
   }
 }
 
@@ -145,7 +123,8 @@ void CheckDigests(const KernelTable& table, const DigestsCase& c, Random& random
   TestCache<T> cache(kSlots, kTokens / c.block_tokens + 1, c.block_tokens, c.kv_heads, c.head_dim,
                      random, c.ring_blocks);
   FillKeys(cache, random);
-  TestLevels<T> want(kSlots, kTokens, c.head_dim, c.kv_heads, random);
+  TestLevels want(kSlots, kTokens, c.head_dim, c.kv_heads, random, c.only_first);
+  auto centres = NormalBuffer<float>(int64_t{kSlots} * c.kv_heads * c.head_dim, random, 30.0f);
   // Rows that complete the first chunk and a later one, that lie just beside the end of a chunk,
   // and that are shorter than the sink.
   const auto slots = BufferOf<int32_t>({3, 0, -1, 1, 4, -1, 2, 5});
@@ -154,36 +133,41 @@ void CheckDigests(const KernelTable& table, const DigestsCase& c, Random& random
   // These rows begin before, at and behind the end of a chunk, and where there is none.
   const auto first = BufferOf<int32_t>({127, 0, 0, 128, 2 * 128 - 1, 0, Pick(random, 0, 255), 63});
   LevelDigestsParams p = {
-      cache.view, want.view, slots.data(), c.bulk ? first.data() : nullptr, positions.data(), 8};
+      cache.view,       want.view, centres.data(), slots.data(), c.bulk ? first.data() : nullptr,
+      positions.data(), 8};
   RunWorkers(Reference().level_digests, p, 1);
-  LevelCopies<T> got(want);
+  LevelCopies got(want);
   p.digests = got.view;
   RunThreads(table.level_digests, p, 1);
   for (int workers : {3, 7}) {
-    LevelCopies<T> again(want);
+    LevelCopies again(want);
     p.digests = again.view;
     RunThreads(table.level_digests, p, workers);
     for (size_t level = 0; level < again.data.size(); ++level) {
       CHECK(again.data[level].Damage() == "");
-      CHECK(BitDifference(again.data[level].span(), got.data[level].span(), 2 * c.head_dim) == "");
+      CHECK(BitDifference(again.data[level].span(), got.data[level].span(), 4 * c.head_dim) == "");
     }
   }
-  // Halves that were rounded before they are joined would show in far more numbers.
+  // Pieces that were rounded before they are joined would show in far more elements.
   const double differ = got.TakeNear(want);
-  if (sizeof(T) == 2) CHECK(differ < 0.01);
+  CHECK(differ < 0.01);
   CHECK(got.DifferenceFrom(want) == "");
-  // The reference's own: the sink has no digest, the first large block has the other tokens, and
-  // a chunk that is not complete has none.
-  CheckOneDigest(cache, want, 3, 3, 0, 64);
-  CheckOneDigest(cache, want, 2, 3, 1, 64);
-  CheckOneDigest(cache, want, 0, 1, 55, 55 * 16);
-  CheckOneDigest(cache, want, 1, 1, 26, 26 * 32);
-  const Guarded<T> untouched(2 * c.head_dim);
-  for (int32_t level = 0; level < kFluxionLevels; ++level) {
+  // The reference's own: the sink has no digest, the first large block has the pieces of its second
+  // half twice, and a chunk that is not complete has none.
+  const float* const all = centres.data();
+  CheckOnePiece(cache, want, all, 0, 1, 55, 3, 55 * 16 + 12, 56 * 16);
+  if (!c.only_first) {
+    for (int64_t piece : {0, 2}) CheckOnePiece(cache, want, all, 3, 3, 0, piece, 64, 96);
+    for (int64_t piece : {1, 3}) CheckOnePiece(cache, want, all, 3, 3, 0, piece, 96, 128);
+    CheckOnePiece(cache, want, all, 2, 3, 1, 1, 80, 96);
+    CheckOnePiece(cache, want, all, 1, 1, 26, 0, 26 * 32, 26 * 32 + 8);
+  }
+  const Guarded<uint8_t> untouched(int64_t{kDigestPieces} * c.head_dim);
+  for (int32_t level = 0; level < want.levels; ++level) {
     auto& rows = want.of[static_cast<size_t>(level)];
     const auto is_untouched = [&](int64_t slot, int64_t block) {
       return std::memcmp(rows.Row(slot, block, 0), untouched.data(),
-                         2 * static_cast<size_t>(c.head_dim) * sizeof(T)) == 0;
+                         static_cast<size_t>(untouched.size())) == 0;
     };
     if (level < 3) REQUIRE(is_untouched(3, 0));
     REQUIRE(is_untouched(4, 7 * 128 / LevelTokens(level)));
@@ -208,20 +192,21 @@ void TestDigestsGrow(const KernelTable& table, Random& random) {
   TestCache<uint16_t> whole(1, kTokens / 32, 32, kHeads, kDim, random);
   TestCache<uint16_t> ring(1, 12, 32, kHeads, kDim, random, 12);
   whole.Fill(random);
-  TestLevels<uint16_t> want(1, kTokens, kDim, kHeads, random);
-  LevelCopies<uint16_t> grown(want);
+  TestLevels want(1, kTokens, kDim, kHeads, random);
+  LevelCopies grown(want);
   const auto slots = BufferOf<int32_t>({0}), first = BufferOf<int32_t>({0});
   auto positions = BufferOf<int32_t>({kLast});
-  RunWorkers(
-      table.level_digests,
-      LevelDigestsParams{whole.view, want.view, slots.data(), first.data(), positions.data(), 1},
-      3);
+  RunWorkers(table.level_digests,
+             LevelDigestsParams{whole.view, want.view, nullptr, slots.data(), first.data(),
+                                positions.data(), 1},
+             3);
   for (int32_t t = 0; t <= kLast; ++t) {
     for (int32_t h = 0; h < kHeads; ++h) std::copy_n(whole.Key(0, t, h), kDim, ring.Key(0, t, h));
     positions[0] = t;
-    RunWorkers(
-        table.level_digests,
-        LevelDigestsParams{ring.view, grown.view, slots.data(), nullptr, positions.data(), 1}, 1);
+    RunWorkers(table.level_digests,
+               LevelDigestsParams{ring.view, grown.view, nullptr, slots.data(), nullptr,
+                                  positions.data(), 1},
+               1);
   }
   CHECK(grown.DifferenceFrom(want) == "");
 }
@@ -238,11 +223,12 @@ void CheckUnitNotFinite(const KernelTable& table, Random& random) {
                    std::is_same_v<T, float> ? T(NAN) : T(0x7FC0)};
   TestCache<T> cache(1, kAll / 32, 32, kHeads, kDim, random);
   cache.Fill(random);
-  TestLevels<T> want(1, kAll, kDim, kHeads, random);
-  LevelCopies<T> got(want);
+  TestLevels want(1, kAll, kDim, kHeads, random);
+  LevelCopies got(want);
   const auto slots = BufferOf<int32_t>({0}), first = BufferOf<int32_t>({0});
   const auto positions = BufferOf<int32_t>({kAll - 1});
-  LevelDigestsParams p = {cache.view, want.view, slots.data(), first.data(), positions.data(), 1};
+  LevelDigestsParams p = {cache.view,   want.view,        nullptr, slots.data(),
+                          first.data(), positions.data(), 1};
   RunWorkers(table.level_digests, p, 2);
   for (int64_t t = kUnit * LevelTokens(0); t < (kUnit + 1) * LevelTokens(0); ++t) {
     for (int64_t d = 0; d < kDim; ++d) {
@@ -253,10 +239,10 @@ void CheckUnitNotFinite(const KernelTable& table, Random& random) {
   RunWorkers(table.level_digests, p, 2);
   for (int32_t level = 0; level < kFluxionLevels; ++level) {
     const int64_t block = kUnit >> level;
-    T* const of_got = got.Row(level, 0, block, 0);
-    const T* const of_want = want.of[static_cast<size_t>(level)].Row(0, block, 0);
-    CHECK(std::memcmp(of_got, of_want, 2 * kDim * sizeof(T)) != 0);
-    std::copy_n(of_want, 2 * kDim, of_got);
+    uint8_t* const of_got = got.Row(level, 0, block, 0);
+    const uint8_t* const of_want = want.of[static_cast<size_t>(level)].Row(0, block, 0);
+    CHECK(std::memcmp(of_got, of_want, kDigestPieces * kDim) != 0);
+    std::copy_n(of_want, kDigestPieces * kDim, of_got);
   }
   CHECK(got.DifferenceFrom(want) == "");
 }

@@ -36,7 +36,8 @@ struct PlanInput {
     }
   }
 
-  PlanRetrievalParams Params(int32_t first_level, TestPlan& to) {
+  PlanRetrievalParams Params(int32_t first_level, TestPlan& to,
+                             int32_t last_level = kFluxionLevels - 1) {
     return {.budgets = budgets.data(),
             .streaming = streaming.data(),
             .slots = slots.data(),
@@ -47,7 +48,8 @@ struct PlanInput {
             .rows = kRows,
             .heads = heads,
             .kv_heads = kv_heads,
-            .first_level = first_level};
+            .first_level = first_level,
+            .last_level = last_level};
   }
 
   int32_t kv_heads, heads;
@@ -57,7 +59,8 @@ struct PlanInput {
 };
 
 // Holds a list's plan to all plans that it could have.
-void CheckList(const PlanInput& in, int64_t list, int32_t first_level, const TestPlan& plan) {
+void CheckList(const PlanInput& in, int64_t list, int32_t first_level, int32_t last_level,
+               const TestPlan& plan) {
   const int64_t row = list / in.kv_heads, group = in.heads / in.kv_heads;
   const bool padded = in.slots[row] < 0;
   const FluxionSegments segments = SegmentsOf(padded ? 0 : in.positions[row]);
@@ -77,8 +80,8 @@ void CheckList(const PlanInput& in, int64_t list, int32_t first_level, const Tes
     return;
   }
   REQUIRE(level >= first_level);
-  REQUIRE(level < kFluxionLevels);
-  for (int32_t other = first_level; other < kFluxionLevels; ++other) {
+  REQUIRE(level <= last_level);
+  for (int32_t other = first_level; other <= last_level; ++other) {
     int64_t volume = CpuBlocks(segments, other);
     for (int64_t h = list * group; h < (list + 1) * group; ++h) {
       volume += blocks_of(h, other) * LevelTokens(other);
@@ -96,14 +99,17 @@ void TestPlans(const KernelTable& table, Random& random) {
   for (const int32_t group : {1, 3, 4, 7, 40}) {
     for (const int32_t kv_heads : {1, 2, 8}) {
       for (const int32_t first_level : {0, 1, 2, 3}) {
-        INFO("group " << group << ", " << kv_heads << " KV heads, from level " << first_level);
+        const auto last_level =
+            first_level + static_cast<int32_t>(random() % (kFluxionLevels - first_level));
+        INFO("group " << group << ", " << kv_heads << " KV heads, levels " << first_level << " to "
+                      << last_level);
         PlanInput in(group, kv_heads, random);
         TestPlan got(in.kRows, in.heads, kv_heads), want(in.kRows, in.heads, kv_heads);
-        RunWorkers(Reference().plan_retrieval, in.Params(first_level, want), 2);
-        RunThreads(table.plan_retrieval, in.Params(first_level, got), 3);
+        RunWorkers(Reference().plan_retrieval, in.Params(first_level, want, last_level), 2);
+        RunThreads(table.plan_retrieval, in.Params(first_level, got, last_level), 3);
         CHECK(got.Damage() + want.Damage() == "");
         for (int64_t list = 0; list < int64_t{in.kRows} * kv_heads; ++list) {
-          CheckList(in, list, first_level, want);
+          CheckList(in, list, first_level, last_level, want);
         }
         CHECK(BitDifference(got.levels.span(), want.levels.span(), kv_heads) == "");
         CHECK(BitDifference(got.blocks.span(), want.blocks.span(), in.heads) == "");

@@ -14,7 +14,7 @@ inline const KernelTable& Reference() { return *FindKernelTable("reference"); }
 
 template <typename T>
 constexpr DType TypeOf() {
-  return sizeof(T) == 4 ? DType::kFloat32 : DType::kBFloat16;
+  return sizeof(T) == 4 ? DType::kFloat32 : sizeof(T) == 2 ? DType::kBFloat16 : DType::kFloat8E4M3;
 }
 
 // A page table [slots][stride] whose pages lie in any order, and `spare` pages that belong to no

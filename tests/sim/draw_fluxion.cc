@@ -112,6 +112,7 @@ void DrawFluxion(NodeSpec* node) {
   DrawBudgets(random, node);
   policy.fluxion.resident = !OneIn(random, 3);
   policy.fluxion.digests_in_dram = OneIn(random, 4);
+  policy.fluxion.all_levels = OneIn(random, 2);
   if (OneIn(random, 2)) policy.fluxion.device_share = random.Uniform();
   if (OneIn(random, 4)) policy.fluxion.device_share = OneIn(random, 2) ? 0 : 1;
   policy.recompute_last = static_cast<PolicyOptions::RecomputeLast>(random.Below(3));

@@ -1,4 +1,4 @@
-// Quantisation to e4m3 by the hardware's conversions, with the bits of kernels/e4m3.h.
+// Conversions to and from e4m3 by the hardware, with the bits of kernels/e4m3.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,6 +22,20 @@ __device__ __forceinline__ uint32_t PackE4M3(float4 v) {
       : "=r"(packed)
       : "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
   return packed;
+}
+
+// Converts four values to fp16, which holds them exactly: the first two, then the others.
+__device__ __forceinline__ uint2 WidenE4M3(uint32_t four) {
+  uint2 pairs;
+  asm("{\n"
+      "  .reg .b16 low, high;\n"
+      "  mov.b32 {low, high}, %2;\n"
+      "  cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "  cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}"
+      : "=r"(pairs.x), "=r"(pairs.y)
+      : "r"(four));
+  return pairs;
 }
 
 }  // namespace sluice::kernels::cuda

@@ -17,7 +17,10 @@ bool IsValid(const AnchorStatisticsParams& p) {
   if (c.block_tokens <= 0 || c.block_tokens % kAnchorUnitTokens != 0) return false;
   if (c.ring_blocks != 0 || c.head_tables != nullptr || !HasAlignedKeys(c)) return false;
   for (const PagedRows& digests : p.digests.of) {
-    if (digests.type != c.type || digests.dim != 2 * c.head_dim) return false;
+    if (digests.base == nullptr && &digests != &p.digests.of[0]) continue;
+    if (digests.type != DType::kFloat8E4M3 || digests.dim != kDigestPieces * c.head_dim) {
+      return false;
+    }
   }
   return (c.type == DType::kFloat32 || c.type == DType::kBFloat16) && AreAligned(8, p.scratch);
 }
@@ -42,7 +45,7 @@ cudaError_t Launch(const AnchorStatisticsParams& p, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
     error = LaunchKernel(AnchorCombineKernel, of_heads, kCombineThreads, 0, stream, p, row);
     if (error != cudaSuccess) return error;
-    error = LaunchKernel(AnchorWalkKernel<T>, of_levels, kWalkThreads, 0, stream, p, row);
+    error = LaunchKernel(AnchorWalkKernel, of_levels, kWalkThreads, 0, stream, p, row);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -5,6 +5,7 @@
 #include "kernels/cuda/common/float_keys.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/fluxion/anchor_reduce.cuh"
+#include "kernels/e4m3.h"
 
 namespace sluice::kernels::cuda {
 
@@ -15,29 +16,35 @@ inline constexpr int kWalkWarps = kWalkThreads / 32;
 inline constexpr int kWalkTurn = 16;
 inline constexpr int kMostUnits = kFluxionLargestBlock / kAnchorUnitTokens;  // of a block
 
-__device__ __forceinline__ double ElementOf(float v) { return double{v}; }
-__device__ __forceinline__ double ElementOf(__nv_bfloat16 v) { return double{__bfloat162float(v)}; }
+// Returns in every lane the product of a query and a piece of a digest. All lanes call it.
+__device__ __forceinline__ double PieceScore(const float* q, const uint8_t* piece, int dim) {
+  double sum = 0;
+  for (int d = threadIdx.x % 32; d < dim; d += 32) {
+    sum += double{q[d]} * double{E4M3ToFloat(piece[d])};
+  }
+  return AnchorWarpSum(sum);
+}
 
-// Writes the keys of blocks [first, first + count): the smallest has the highest score, and the
-// lower block's is less among equals. Scores are rounded to float32, as those of LevelScores are.
-template <typename T>
-__device__ __forceinline__ void PutKeys(const PagedRows& digests, const float* q, int slot,
-                                        int kv_head, int first, int count, uint64_t* keys) {
-  const int dim = digests.dim / 2, lane = threadIdx.x % 32;
+// Writes the keys of the blocks of the cpu segment at a level: the smallest has the highest score,
+// and the lower block's is less among equals. Scores are rounded to float32, as those of
+// LevelScores are.
+__device__ __forceinline__ void PutKeys(const LevelDigests& digests,
+                                        const FluxionSegments& segments, int level, const float* q,
+                                        int slot, int kv_head, uint64_t* keys) {
+  const int dim = digests.of[0].dim / kDigestPieces, lane = threadIdx.x % 32;
+  const int first = FirstBlock(segments, level), count = CpuBlocks(segments, level);
   for (int i = threadIdx.x / 32; i < count; i += kWalkWarps) {
-    const T* const digest = RowAt<const T>(digests, slot, first + i, kv_head);
-    double mean = 0, variance = 0;
-    for (int d = lane; d < dim; d += 32) {
-      const double element = double{q[d]};
-      mean += element * ElementOf(digest[d]);
-      variance += element * element * ElementOf(digest[dim + d]);
+    const DigestRows rows = RowsOfBlock(digests, segments, level, first + i);
+    double best = -INFINITY;
+    for (int row = rows.begin; row < rows.end; ++row) {
+      const uint8_t* const digest = RowAt<uint8_t>(digests.of[rows.level], slot, row, kv_head);
+      for (int piece = 0; piece < kDigestPieces; ++piece) {
+        best = fmax(best, PieceScore(q, digest + piece * dim, dim));
+      }
     }
-    mean = AnchorWarpSum(mean);
-    variance = AnchorWarpSum(variance);
     if (lane == 0) {
-      const double score = mean + double{kFluxionDeviations} * sqrt(fmax(variance, 0.0));
       keys[i] =
-          uint64_t{RankKey(static_cast<float>(score))} << 32 | static_cast<uint32_t>(first + i);
+          uint64_t{RankKey(static_cast<float>(best))} << 32 | static_cast<uint32_t>(first + i);
     }
   }
 }
@@ -152,7 +159,6 @@ __device__ __forceinline__ int WalkPrefixes(const WalkHead& head, const uint64_t
 }
 
 // Blocks are (query head, level).
-template <typename T>
 __global__ void __launch_bounds__(kWalkThreads)
     AnchorWalkKernel(const AnchorStatisticsParams p, int row) {
   __shared__ WalkShared shared;
@@ -172,15 +178,15 @@ __global__ void __launch_bounds__(kWalkThreads)
     p.anchors.resident[slot] = static_cast<float>(resident);
   }
   float* const out = HeadNumbers(p, slot, head) + 11 + level;
-  const int first = FirstBlock(segments, level), blocks = CpuBlocks(segments, level);
+  const int blocks = CpuBlocks(segments, level);
   if (blocks == 0) {
     if (thread == 0) *out = 0;
     return;
   }
   uint64_t* const order = AnchorArray<uint64_t>(p, layout.order) + int64_t{head} * layout.blocks +
                           AnchorBlocksBefore(layout.units, level);
-  PutKeys<T>(p.digests.of[level], p.q + row * p.q_stride + int64_t{head} * dim, slot,
-             head / (p.heads / p.cache.kv_heads), first, blocks, order);
+  PutKeys(p.digests, segments, level, p.q + row * p.q_stride + int64_t{head} * dim, slot,
+          head / (p.heads / p.cache.kv_heads), order);
   SortKeys(order, blocks);
 
   const int64_t units_before = int64_t{head} * layout.units;

@@ -1,21 +1,17 @@
-// Digests of blocks at Fluxion's four levels: means and variances of the elements of keys.
+// Digests of blocks at Fluxion's four levels: the means of a block's pieces.
 //
-// A thread block takes one chunk of 128 tokens of a KV head at a time. Each of its warps makes the
-// digest of 16 tokens, with loads of 16 bytes of which up to 8 are under way in every lane. These 8
-// digests meet in shared memory, in float32, and those of the larger blocks are made from them
-// there, so that keys are read once. A digest is rounded when it is written, and a larger one is
-// made from halves that are not rounded.
+// A thread block takes one chunk of 128 tokens of a KV head at a time. Each thread makes 16 bytes'
+// worth of elements of a piece of four keys, with a load for each key. These pieces meet in shared
+// memory, in float32, and those of larger blocks are made from them there, so that keys are read
+// once. A digest is rounded when it is written, and a larger piece is made from pieces that are not
+// rounded. Which sums are added in which order depends on nothing, so that a chunk has the same
+// digests in any call.
 //
-// Keys have channels whose mean is tens of times their deviation, where E[x^2] - E[x]^2 loses the
-// variance. So a unit's sums are those of the keys' differences from its first key. Of 16 numbers
-// none lies further from the mean than sqrt(15) deviations: the mean square of the differences is
-// at most 16 times the variance, and no more than 4 bits cancel. Which sums are added in which
-// order depends on head_dim alone, so that a chunk has the same digests in any call.
-//
-// The kernel moves 256 * head_dim bytes of a chunk of bf16 keys and writes 60 * head_dim. A decode
-// row has a chunk in one step of 128; its other steps end at a look at its position. How many
-// chunks a whole prompt has is known on the device alone: thread blocks of a fixed grid take every
-// kBulkBlocks-th one.
+// The kernel moves 256 * head_dim bytes of a chunk of bf16 keys and writes 32 * head_dim, or 60 *
+// head_dim where all levels have digests. A decode row has a chunk in one step of 128; its other
+// steps end at a look at its position. How many chunks a whole prompt has is known on the device
+// alone: thread blocks of a fixed grid take every kBulkBlocks-th one.
+#include "kernels/cuda/common/float8.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/common/paged_rows.cuh"
@@ -27,9 +23,10 @@ namespace {
 
 constexpr int kUnitTokens = LevelTokens(0);
 constexpr int kUnits = kFluxionLargestBlock / kUnitTokens;  // units of a chunk
-constexpr int kThreads = 32 * kUnits;
+constexpr int kPieceTokens = kUnitTokens / kDigestPieces;
+constexpr int kPieces = kFluxionLargestBlock / kPieceTokens;  // pieces of a chunk
+constexpr int kThreads = 256;
 constexpr int kBulkBlocks = 16;
-constexpr int kAtOnce = 8;
 constexpr int kMaxShared = 48 << 10;
 
 static_assert(kFluxionSinkTokens % (kFluxionLargestBlock / 2) == 0,
@@ -50,166 +47,97 @@ __device__ __forceinline__ void Widen(const uint4& v, float (&x)[8]) {
     x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
   }
 }
-__device__ __forceinline__ uint4 Round(const float (&x)[4]) {
-  return {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-          __float_as_uint(x[3])};
-}
-__device__ __forceinline__ uint4 Round(const float (&x)[8]) {
-  return {PackBf16(x[0], x[1]), PackBf16(x[2], x[3]), PackBf16(x[4], x[5]), PackBf16(x[6], x[7])};
-}
-
-__device__ __forceinline__ uint4 FromLane(const uint4& v, int lane) {
-  return {__shfl_sync(0xffffffffu, v.x, lane), __shfl_sync(0xffffffffu, v.y, lane),
-          __shfl_sync(0xffffffffu, v.z, lane), __shfl_sync(0xffffffffu, v.w, lane)};
-}
-
-// Sums over keys of the differences of one piece's elements from those of the unit's first key.
-template <typename T>
-struct PieceSums {
-  float first[kElements<T>], sums[kElements<T>], squares[kElements<T>];
-
-  __device__ __forceinline__ explicit PieceSums(const uint4& of_first) {
-    Widen(of_first, first);
-#pragma unroll
-    for (int i = 0; i < kElements<T>; ++i) sums[i] = squares[i] = 0;
-  }
-  __device__ __forceinline__ void Add(const uint4& key) {
-    float x[kElements<T>];
-    Widen(key, x);
-#pragma unroll
-    for (int i = 0; i < kElements<T>; ++i) {
-      const float off = x[i] - first[i];
-      sums[i] += off;
-      squares[i] = fmaf(off, off, squares[i]);
-    }
-  }
-  // Adds the sums of the lane that is `lanes` higher. All 32 lanes call it.
-  __device__ __forceinline__ void AddFromAbove(int lanes) {
-#pragma unroll
-    for (int i = 0; i < kElements<T>; ++i) {
-      sums[i] += __shfl_down_sync(0xffffffffu, sums[i], lanes);
-      squares[i] += __shfl_down_sync(0xffffffffu, squares[i], lanes);
-    }
-  }
-  // Replaces the sums over a unit by means, and the squares by variances.
-  __device__ __forceinline__ void Finish() {
-    constexpr float kShare = 1.0f / kUnitTokens;
-#pragma unroll
-    for (int i = 0; i < kElements<T>; ++i) {
-      const float off = sums[i] * kShare;
-      squares[i] = fmaxf(fmaf(-off, sums[i], squares[i]) * kShare, 0.0f);
-      sums[i] = first[i] + off;
-    }
-  }
-};
-
-// Writes the elements of a piece to `shared`, and rounded to `out`.
+// Adds the next elements of a key to the sums of a piece.
 template <int n>
-__device__ __forceinline__ void PutPiece(const float (&x)[n], uint4* out, float* shared) {
-  *out = Round(x);
+__device__ __forceinline__ void AddKey(const uint4& key, float (&sums)[n]) {
+  float x[n];
+  Widen(key, x);
 #pragma unroll
-  for (int i = 0; i < n; i += 4) {
-    *reinterpret_cast<float4*>(shared + i) = {x[i], x[i + 1], x[i + 2], x[i + 3]};
+  for (int i = 0; i < n; ++i) sums[i] += x[i];
+}
+
+// Returns the row of a block's digest.
+__device__ __forceinline__ uint8_t* DigestAt(const PagedRows& digests, int slot, int block,
+                                             int head) {
+  return RowAt<uint8_t>(digests, slot, block, head);
+}
+
+// Makes the pieces of level 0 from `first` on, writes their digests and, where `shared` is not
+// null, leaves them there: [kPieces][dim]. `centre` may be null. The whole thread block calls it.
+template <typename T>
+__device__ void MakePieces(const LevelDigestsParams& p, int slot, int head, int chunk, int first,
+                           const float* centre, float* shared) {
+  const PagedCache& c = p.cache;
+  const int dim = c.head_dim, columns = dim / kElements<T>;
+  for (int i = first * columns + static_cast<int>(threadIdx.x); i < kPieces * columns;
+       i += kThreads) {
+    const int piece = i / columns, column = i % columns, at = column * kElements<T>;
+    const int token = (chunk * kPieces + piece) * kPieceTokens, block = token / c.block_tokens;
+    const auto* const keys = reinterpret_cast<const uint4*>(
+        BlockKeys<T>(c, slot, block, head) + int64_t{token - block * c.block_tokens} * dim);
+    uint4 v[kPieceTokens];
+#pragma unroll
+    for (int t = 0; t < kPieceTokens; ++t) v[t] = keys[t * columns + column];
+    float x[kElements<T>];
+    Widen(v[0], x);
+#pragma unroll
+    for (int t = 1; t < kPieceTokens; ++t) AddKey(v[t], x);
+#pragma unroll
+    for (int e = 0; e < kElements<T>; ++e) {
+      x[e] = x[e] * (1.0f / kPieceTokens) - (centre != nullptr ? centre[at + e] : 0.0f);
+    }
+    uint8_t* const out =
+        DigestAt(p.digests.of[0], slot, chunk * kUnits + piece / kDigestPieces, head) +
+        piece % kDigestPieces * dim + at;
+#pragma unroll
+    for (int e = 0; e < kElements<T>; e += 4) {
+      const float4 four = {x[e], x[e + 1], x[e + 2], x[e + 3]};
+      *reinterpret_cast<uint32_t*>(out + e) = PackE4M3(four);
+      if (shared != nullptr) *reinterpret_cast<float4*>(shared + piece * dim + at + e) = four;
+    }
   }
 }
 
-// Writes the digest of the unit of keys from `keys` on to both `out` and `shared`. A key has
-// `pieces` pieces of 16 bytes. All 32 lanes call it.
-template <typename T>
-__device__ void DigestUnit(const uint4* keys, int pieces, uint4* out, float* shared) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int first = 0; first < pieces; first += 32) {
-    const int columns = min(32, pieces - first), column = lane % columns;
-    int keys_at_once = 1;  // a power of 2, which divides the keys of a unit
-    while (2 * keys_at_once * columns <= 32 && keys_at_once < kUnitTokens) keys_at_once *= 2;
-    // Lanes that are left over do what others do, and their sums go nowhere.
-    const uint4* const from = keys + lane / columns % keys_at_once * pieces + first + column;
-    const int of_lane = kUnitTokens / keys_at_once;
-    uint4 v[kAtOnce];
-    const auto load = [&](int begin) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (begin + i < of_lane) v[i] = from[(begin + i) * keys_at_once * pieces];
-      }
-    };
-    load(0);
-    PieceSums<T> piece(FromLane(v[0], column));
-    for (int begin = 0; begin < of_lane; begin += kAtOnce) {
-      if (begin > 0) load(begin);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (begin + i < of_lane) piece.Add(v[i]);
-      }
-    }
-    // Reduces the sums of all lanes of one column into the first of them.
-    for (int i = keys_at_once / 2; i > 0; i /= 2) piece.AddFromAbove(i * columns);
-    if (lane >= columns) continue;
-    piece.Finish();
-    const int at = first + column;
-    PutPiece(piece.sums, out + at, shared + at * kElements<T>);
-    PutPiece(piece.squares, out + pieces + at, shared + (pieces + at) * kElements<T>);
-  }
+__device__ __forceinline__ float4 Middle(const float4& a, const float4& b) {
+  return {0.5f * (a.x + b.x), 0.5f * (a.y + b.y), 0.5f * (a.z + b.z), 0.5f * (a.w + b.w)};
 }
 
-// Mean and variance of two neighbouring elements.
-struct Moments {
-  float2 mean, variance;
-};
-
-__device__ __forceinline__ float JoinedVariance(float mean_a, float mean_b, float a, float b) {
-  const float off = 0.5f * (mean_a - mean_b);
-  return fmaf(off, off, 0.5f * (a + b));
-}
-// Returns the moments of two blocks of as many tokens together.
-__device__ __forceinline__ Moments Join(const Moments& a, const Moments& b) {
-  return {{0.5f * (a.mean.x + b.mean.x), 0.5f * (a.mean.y + b.mean.y)},
-          {JoinedVariance(a.mean.x, b.mean.x, a.variance.x, b.variance.x),
-           JoinedVariance(a.mean.y, b.mean.y, a.variance.y, b.variance.y)}};
-}
-
-__device__ __forceinline__ void PutPair(float* to, const float2& v) {
-  *reinterpret_cast<float2*>(to) = v;
-}
-__device__ __forceinline__ void PutPair(__nv_bfloat16* to, const float2& v) {
-  *reinterpret_cast<uint32_t*>(to) = PackBf16(v.x, v.y);
-}
-
-// Writes the digests of the larger blocks of a chunk from those of its units in `shared`, which has
-// 2 * `dim` floats a unit. Units before `first` are in the sink. A thread takes two elements
-// through all levels. The whole thread block calls it.
-template <typename T>
-__device__ void JoinUnits(const LevelDigests& digests, const float* shared, int dim, int first,
-                          int slot, int chunk, int head) {
-  for (int d = 2 * static_cast<int>(threadIdx.x); d < dim; d += 2 * kThreads) {
-    Moments of[kUnits];
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      if (unit < first) continue;
-      const float* const mean = shared + unit * 2 * dim + d;
-      of[unit] = {*reinterpret_cast<const float2*>(mean),
-                  *reinterpret_cast<const float2*>(mean + dim)};
-    }
-#pragma unroll
+// Writes the digests of the larger blocks of a chunk from its pieces in `shared`, of which those
+// before `first` are in the sink. A thread takes four elements through all levels, and overwrites
+// pieces that it has joined. The whole thread block calls it.
+__device__ void JoinPieces(const LevelDigests& digests, float* shared, int dim, int first, int slot,
+                           int chunk, int head) {
+  for (int d = 4 * static_cast<int>(threadIdx.x); d < dim; d += 4 * kThreads) {
+    int in_sink = first;
     for (int level = 1; level < kFluxionLevels; ++level) {
-#pragma unroll
-      for (int i = 0; i < kUnits / 2; ++i) {  // a fixed number keeps them in registers
-        if (i >= kUnits >> level || (i + 1) << level <= first) continue;
-        const bool half_in_sink = (2 * i + 1) << (level - 1) <= first;
-        of[i] = half_in_sink ? of[2 * i + 1] : Join(of[2 * i], of[2 * i + 1]);
-        T* const row = RowAt<T>(digests.of[level], slot, chunk * (kUnits >> level) + i, head);
-        PutPair(row + d, of[i].mean);
-        PutPair(row + dim + d, of[i].variance);
+      const bool has_digests = digests.of[level].base != nullptr;
+      in_sink /= 2;
+      for (int i = in_sink; i < kPieces >> level; ++i) {
+        const float* const from = shared + 2 * i * dim + d;
+        const float4 piece = Middle(*reinterpret_cast<const float4*>(from),
+                                    *reinterpret_cast<const float4*>(from + dim));
+        *reinterpret_cast<float4*>(shared + i * dim + d) = piece;
+        if (!has_digests) continue;
+        const int block = i / kDigestPieces, place = i % kDigestPieces;
+        uint8_t* const row =
+            DigestAt(digests.of[level], slot, chunk * (kUnits >> level) + block, head) + d;
+        const uint32_t rounded = PackE4M3(piece);
+        *reinterpret_cast<uint32_t*>(row + place * dim) = rounded;
+        // The first half of the block lies in the sink.
+        if (in_sink > block * kDigestPieces) {
+          *reinterpret_cast<uint32_t*>(row + (place - kDigestPieces / 2) * dim) = rounded;
+        }
       }
     }
   }
 }
 
-// Grid: (thread blocks that share a row's chunks, KV heads, rows). Shared memory: [kUnits][2 *
-// head_dim] floats.
+// Grid: (thread blocks that share a row's chunks, KV heads, rows). Shared memory: [kPieces]
+// [head_dim] floats, or none if only level 0 has digests.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    LevelDigestsKernel(const __grid_constant__ LevelDigestsParams p) {
-  extern __shared__ __align__(16) float moments[];
+    LevelDigestsKernel(const __grid_constant__ LevelDigestsParams p, bool joins) {
+  extern __shared__ __align__(16) float pieces[];
   WaitForPriorKernels();
   LetNextKernelStart();
   const int row = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
@@ -218,48 +146,47 @@ __global__ void __launch_bounds__(kThreads)
   const PagedCache& c = p.cache;
   const int last = p.positions[row];
   const int first = p.first_positions != nullptr ? p.first_positions[row] : last;
-  const int pieces = c.head_dim * static_cast<int>(sizeof(T)) / 16;
-  const int unit = static_cast<int>(threadIdx.x) / 32;
+  const float* const centre =
+      p.centres == nullptr ? nullptr : p.centres + (int64_t{slot} * c.kv_heads + head) * c.head_dim;
   const int chunks = (last + 1) / kFluxionLargestBlock;  // complete ones
   for (int chunk = first / kFluxionLargestBlock + static_cast<int>(blockIdx.x); chunk < chunks;
        chunk += static_cast<int>(gridDim.x)) {
-    const int in_sink = max(SegmentsOf(last).sink / kUnitTokens - chunk * kUnits, 0);
-    if (unit >= in_sink) {
-      const int number = chunk * kUnits + unit, token = number * kUnitTokens;
-      const int block = token / c.block_tokens;
-      const T* const keys =
-          BlockKeys<T>(c, slot, block, head) + int64_t{token - block * c.block_tokens} * c.head_dim;
-      DigestUnit<T>(reinterpret_cast<const uint4*>(keys), pieces,
-                    reinterpret_cast<uint4*>(RowAt<T>(p.digests.of[0], slot, number, head)),
-                    moments + unit * 2 * c.head_dim);
-    }
+    const int in_sink = max(SegmentsOf(last).sink / kPieceTokens - chunk * kPieces, 0);
+    MakePieces<T>(p, slot, head, chunk, in_sink, centre, joins ? pieces : nullptr);
+    if (!joins) continue;
     __syncthreads();
-    JoinUnits<T>(p.digests, moments, c.head_dim, in_sink, slot, chunk, head);
-    __syncthreads();  // before the next chunk overwrites the units
+    JoinPieces(p.digests, pieces, c.head_dim, in_sink, slot, chunk, head);
+    __syncthreads();  // before the next chunk overwrites the pieces
   }
 }
 
 bool AreValid(const LevelDigestsParams& p) {
   for (const PagedRows& digests : p.digests.of) {
-    if (digests.type != p.cache.type || digests.dim != 2 * p.cache.head_dim ||
+    if (digests.base == nullptr && &digests != &p.digests.of[0]) continue;
+    if (digests.type != DType::kFloat8E4M3 || digests.dim != kDigestPieces * p.cache.head_dim ||
         !HasAlignedRows(digests)) {
       return false;
     }
   }
-  return HasAlignedKeys(p.cache) && p.cache.block_tokens % kUnitTokens == 0;
+  return HasAlignedKeys(p.cache) && p.cache.head_dim % 16 == 0 &&
+         p.cache.block_tokens % kUnitTokens == 0;
 }
 
 }  // namespace
 
 cudaError_t LaunchLevelDigests(const LevelDigestsParams& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  const int64_t shared = int64_t{kUnits} * 2 * p.cache.head_dim * int64_t{sizeof(float)};
+  bool joins = false;
+  for (int level = 1; level < kFluxionLevels; ++level) {
+    joins = joins || p.digests.of[level].base != nullptr;
+  }
+  const int64_t shared = joins ? int64_t{kPieces} * p.cache.head_dim * int64_t{sizeof(float)} : 0;
   if (!AreValid(p) || shared > kMaxShared) return cudaErrorInvalidValue;
   const auto kernel = p.cache.type == DType::kFloat32 ? LevelDigestsKernel<float>
                                                       : LevelDigestsKernel<__nv_bfloat16>;
   const int blocks = p.first_positions != nullptr ? kBulkBlocks : 1;
   return LaunchKernel(kernel, dim3(blocks, p.cache.kv_heads, p.rows), dim3(kThreads),
-                      static_cast<size_t>(shared), stream, p);
+                      static_cast<size_t>(shared), stream, p, joins);
 }
 
 }  // namespace sluice::kernels::cuda

@@ -11,6 +11,9 @@ namespace sluice::kernels::cuda {
 struct LevelList {
   int row, kv_head, slot, level;
   int first = 0, count = 0;  // blocks [first, first + count) have scores; count 0: none has
+  // They are known by rows [row_begin, row_end) of digests of `row_level`: 2^fold rows each, but
+  // for those of a block that lie in the sink.
+  int row_level = 0, row_begin = 0, row_end = 0, fold = 0;
 
   // Reads the list of (row, kv_head). All threads of a block call it.
   __device__ LevelList(const LevelScoresParams& p, int of_row, int head, int kv_heads)
@@ -23,6 +26,13 @@ struct LevelList {
     for (int h = 0; h < group; ++h) {
       if (Wants(p, head * group + h)) count = all_;
     }
+    if (count == 0) return;
+    const DigestRows begin = RowsOfBlock(p.digests, segments, level, first);
+    const DigestRows end = RowsOfBlock(p.digests, segments, level, first + count - 1);
+    row_level = begin.level;
+    row_begin = begin.begin;
+    row_end = end.end;
+    fold = level - row_level;
   }
 
   // Returns true if head `head` of the row has scores.

@@ -1,26 +1,29 @@
-// Scores of blocks for single query heads: a digest row [mean, variance] times the query's
-// elements, then their squares, which are two dot products for each query head.
+// Scores of blocks for single query heads: the largest dot product of a query and the pieces in the
+// digest rows by which a block is known.
 //
 // The kernel moves each digest row once for all query heads of a group of up to 8, 4 * head_dim
-// bytes in bf16: 168 MB for 10 rows of Qwen3-14B at 64K and blocks of 16 tokens (8 KV heads, 4,096
-// blocks), whose floor is 35 us at 4.8 TB/s. Digests may also lie in pinned host memory: every load
-// has 16 bytes, and four lanes take 64 neighbouring ones.
+// bytes: 168 MB for 10 rows of Qwen3-14B at 64K and blocks of 16 tokens (8 KV heads, 4,096 blocks),
+// whose floor is 35 us at 4.8 TB/s. Digests may also lie in pinned host memory: every load has 16
+// bytes, and four lanes take 64 neighbouring ones.
 //
 // As in select/digest_scores.cu, the A operand of a tensor-core tile is 16 digest rows, straight
-// from memory. A lane loads 16 bytes of two rows at a time, which are 2 of its elements in each of
-// 4 positions of k. The position of an element does not matter as long as the queries, the B
-// operand, have it in the same one. Columns are 8 query heads. A factor, which is an element of a
-// query or its square, is the sum of two bf16, 16 bits of it. Means come first, and their sums are
-// finished before those of the variances begin, which saves registers. Warps take one row at a time
-// where head_dim is not a multiple of a segment, and where digests are float32, which only tests
-// have on a GPU.
+// from memory. A lane loads 16 bytes of two rows at a time, which it widens to fp16: they are 4 of
+// its elements in each of 4 steps of k. The position of an element does not matter as long as the
+// queries, the B operand, have it in the same one. Columns are 8 query heads. An element of a query
+// is the sum of two fp16, 22 bits of it; a query with an element above 65,504, which no model has,
+// has scores that are not numbers. Pieces come one after the other, and a finished one leaves the
+// largest product so far. Warps take one block at a time where head_dim is not a multiple of a
+// segment, which only tests have on a GPU.
 //
-// Only the device knows how many blocks a list has. The grid has so many thread blocks for each
-// list that few lists fill the machine too; they take tiles in turn, and those behind the list's
-// end are over at once. Each score is a chain of its own, whichever thread block computes it.
+// Only the device knows how many rows a list has. The grid has so many thread blocks for each list
+// that few lists fill the machine too; they take tiles in turn, and those behind the list's end are
+// over at once. Tiles begin at multiples of 16 rows, so that all rows of a block lie in one of
+// them. Each score is a chain of its own, whichever thread block computes it.
 #include <algorithm>
 
-#include "kernels/cuda/common/attention_tile.cuh"
+#include <cuda_fp16.h>
+
+#include "kernels/cuda/common/float8.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/fluxion/level_list.cuh"
 #include "kernels/cuda/select/group_scores.cuh"
@@ -33,18 +36,29 @@ constexpr int kTileHeads = 8;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 5;
-constexpr int kSegment = 32;    // elements of a row that four lanes load at a time: 64 bytes
+constexpr int kSegment = 64;  // elements, and bytes, of a row that four lanes load at a time
+constexpr int kMaxDim = 256;
 constexpr int kSegments = 4;    // segments of a row that are under way together
+constexpr int kSteps = 4;       // steps of k, of 16 elements each, in a segment
 constexpr int kListParts = 16;  // the most thread blocks of a list, where lists fill the machine
 
-// Returns the factor of element `element` of a digest row for a query.
-__device__ __forceinline__ float Factor(const float* q, int element, int dim) {
-  return element < dim ? q[element] : q[element - dim] * q[element - dim];
+// Adds the product of 16 rows and 8 columns over 16 elements.
+__device__ __forceinline__ void MultiplyAddFp16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Returns a score from its two dot products.
-__device__ __forceinline__ float ScoreOf(float mean, float variance) {
-  return mean + kFluxionDeviations * sqrtf(fmaxf(variance, 0.0f));
+// Splits two floats into fp16 pairs whose sum keeps 22 bits of each, but for those below 2^-24.
+__device__ __forceinline__ void SplitFp16(float x, float y, uint32_t& high, uint32_t& low) {
+  const __half2 upper = __floats2half2_rn(x, y);
+  const float2 kept = __half22float2(upper);
+  const __half2 lower = __floats2half2_rn(x - kept.x, y - kept.y);
+  high = *reinterpret_cast<const uint32_t*>(&upper);
+  low = *reinterpret_cast<const uint32_t*>(&lower);
 }
 
 // Puts the B operands of up to 8 heads: 32 lanes for each 16 positions of k, upper and lower parts.
@@ -52,14 +66,14 @@ __device__ __forceinline__ float ScoreOf(float mean, float variance) {
 __device__ void PutQueries(const float* q, int heads, int dim, uint4* queries) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const float* const of_head = q + min(lane / 4, heads - 1) * dim;
-  for (int step = warp; step < 2 * dim / 16; step += kWarps) {
-    const int element = step / 2 * kSegment + lane % 4 * 8 + step % 2 * 4;
+  for (int step = warp; step < dim / 16; step += kWarps) {
+    const int element = step / kSteps * kSegment + lane % 4 * 16 + step % kSteps * 4;
     float v[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = lane / 4 < heads ? Factor(of_head, element + j, dim) : 0.0f;
+    for (int j = 0; j < 4; ++j) v[j] = lane / 4 < heads ? of_head[element + j] : 0.0f;
     uint4 operand;
-    SplitBf16(v[0], v[1], operand.x, operand.z);
-    SplitBf16(v[2], v[3], operand.y, operand.w);
+    SplitFp16(v[0], v[1], operand.x, operand.z);
+    SplitFp16(v[2], v[3], operand.y, operand.w);
     queries[step * 32 + lane] = operand;
   }
 }
@@ -69,7 +83,7 @@ struct TileRows {
   const uint4* upper;
   const uint4* lower;
 
-  // The tile's rows from the list's end on repeat the last row, and count nowhere.
+  // The tile's rows that are not the list's repeat its first or its last row, and count nowhere.
   __device__ TileRows(const PagedRows& digests, const LevelList& list, int tile) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int row = tile * kTileRows + lane / 4;
@@ -79,8 +93,8 @@ struct TileRows {
 
  private:
   __device__ static const uint4* Of(const PagedRows& digests, const LevelList& list, int row) {
-    return reinterpret_cast<const uint4*>(RowAt<__nv_bfloat16>(
-        digests, list.slot, list.first + min(row, list.count - 1), list.kv_head));
+    return reinterpret_cast<const uint4*>(RowAt<uint8_t>(
+        digests, list.slot, min(max(row, list.row_begin), list.row_end - 1), list.kv_head));
   }
 };
 
@@ -99,46 +113,56 @@ struct Segments {
   }
 };
 
-// Sums of a tile, of means until variances begin: [0, 1] are of row lane / 4 and heads lane % 4 * 2
-// and the next, [2, 3] of the other row.
+// Sums of a tile's piece, and the largest ones of those before: [0, 1] are of row lane / 4 and
+// heads lane % 4 * 2 and the next, [2, 3] of the other row.
 struct TileSums {
   float even[4] = {}, odd[4] = {}, low_even[4] = {}, low_odd[4] = {};
-  float means[4] = {};
+  float best[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 
-  __device__ __forceinline__ void Add(const Segments& rows, int first, int segments,
+  // Adds segments [first, first + kSegments) of those that a row has. A piece has `of_piece`.
+  __device__ __forceinline__ void Add(const Segments& rows, int first, int segments, int of_piece,
                                       const uint4* queries) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int j = 0; j < kSegments; ++j) {
       if (first + j >= segments) continue;
-      if (first + j == segments / 2) BeginVariances();
-      const uint4* const operands = queries + 64 * (first + j) + lane;
-      const uint4 b0 = operands[0], b1 = operands[32];
-      const uint32_t a0[4] = {rows.upper[j].x, rows.lower[j].x, rows.upper[j].y, rows.lower[j].y};
-      const uint32_t a1[4] = {rows.upper[j].z, rows.lower[j].z, rows.upper[j].w, rows.lower[j].w};
-      MultiplyAdd(even, a0, b0.x, b0.y);
-      MultiplyAdd(odd, a1, b1.x, b1.y);
-      MultiplyAdd(low_even, a0, b0.z, b0.w);
-      MultiplyAdd(low_odd, a1, b1.z, b1.w);
+      const int in_piece = (first + j) % of_piece;
+      const uint4* const operands = queries + 32 * kSteps * in_piece + lane;
+      const uint32_t upper[kSteps] = {rows.upper[j].x, rows.upper[j].y, rows.upper[j].z,
+                                      rows.upper[j].w};
+      const uint32_t lower[kSteps] = {rows.lower[j].x, rows.lower[j].y, rows.lower[j].z,
+                                      rows.lower[j].w};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint4 b = operands[32 * step];
+        const uint2 of_upper = WidenE4M3(upper[step]), of_lower = WidenE4M3(lower[step]);
+        const uint32_t a[4] = {of_upper.x, of_lower.x, of_upper.y, of_lower.y};
+        MultiplyAddFp16(step % 2 == 0 ? even : odd, a, b.x, b.y);
+        MultiplyAddFp16(step % 2 == 0 ? low_even : low_odd, a, b.z, b.w);
+      }
+      if (in_piece == of_piece - 1) EndPiece();
     }
   }
-  __device__ __forceinline__ float Score(int i) const { return ScoreOf(means[i], Sum(i)); }
+  // Gives every row of a block the largest of its 2^fold rows. The whole warp calls it.
+  __device__ __forceinline__ void Fold(int fold) {
+    for (int i = 0; i < fold; ++i) {
+#pragma unroll
+      for (float& x : best) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4 << i));
+    }
+  }
 
  private:
-  __device__ __forceinline__ float Sum(int i) const {
-    return (even[i] + odd[i]) + (low_even[i] + low_odd[i]);
-  }
-  __device__ __forceinline__ void BeginVariances() {
+  __device__ __forceinline__ void EndPiece() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      means[i] = Sum(i);
+      best[i] = fmaxf(best[i], (even[i] + odd[i]) + (low_even[i] + low_odd[i]));
       even[i] = odd[i] = low_even[i] = low_odd[i] = 0;
     }
   }
 };
 
-// A lane's two columns of scores: those of the heads lane % 4 * 2 and the next, from the list's
-// first block on; null where a head has none.
+// A lane's two columns of scores: those of the heads lane % 4 * 2 and the next; null where a head
+// has none.
 struct Columns {
   float* of[2];
 
@@ -147,23 +171,24 @@ struct Columns {
     for (int i = 0; i < 2; ++i) {
       const int in_tile = static_cast<int>(threadIdx.x) % 4 * 2 + i, head = first_head + in_tile;
       const bool wanted = in_tile < heads && list.Wants(p, head);
-      of[i] = wanted ? p.scores + (int64_t{list.row} * p.heads + head) * p.score_stride + list.first
-                     : nullptr;
+      of[i] = wanted ? p.scores + (int64_t{list.row} * p.heads + head) * p.score_stride : nullptr;
     }
   }
-  __device__ __forceinline__ void Put(const TileSums& sums, int tile, int count) const {
+  __device__ __forceinline__ void Put(const TileSums& sums, int tile, const LevelList& list) const {
     const int row = tile * kTileRows + static_cast<int>(threadIdx.x) % 32 / 4;
+    if ((row & ((1 << list.fold) - 1)) != 0) return;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (of[i] == nullptr) continue;
-      if (row < count) of[i][row] = sums.Score(i);
-      if (row + 8 < count) of[i][row + 8] = sums.Score(2 + i);
+    for (int i = 0; i < 4; ++i) {
+      float* const column = of[i % 2];
+      const int block = (row + i / 2 * 8) >> list.fold;
+      if (column == nullptr || block < list.first || block >= list.first + list.count) continue;
+      column[block] = sums.best[i];
     }
   }
 };
 
-// The kernel for bf16 digests whose halves are whole segments. Grid: (thread blocks of a list, KV
-// heads, rows). Shared memory: queries, [head_dim / 8][32].
+// The kernel for pieces of whole segments. Grid: (thread blocks of a list, KV heads, rows). Shared
+// memory: queries, [head_dim / 16][32].
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     LevelScoresKernel(const __grid_constant__ LevelScoresParams p) {
   extern __shared__ uint4 operands[];
@@ -171,65 +196,87 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   LetNextKernelStart();
   const int kv_heads = static_cast<int>(gridDim.y), group = p.heads / kv_heads;
   const LevelList list(p, static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), kv_heads);
-  const int tiles = (list.count + kTileRows - 1) / kTileRows;
-  if (static_cast<int>(blockIdx.x) * kWarps >= tiles) return;
-  const PagedRows& digests = p.digests.of[list.level];
-  const int dim = digests.dim / 2, segments = digests.dim / kSegment;
-  const int begin = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
+  const int first_tile = list.row_begin / kTileRows;
+  const int end_tile = (list.row_end + kTileRows - 1) / kTileRows;
+  if (first_tile + static_cast<int>(blockIdx.x) * kWarps >= end_tile) return;
+  const PagedRows& digests = p.digests.of[list.row_level];
+  const int dim = digests.dim / kDigestPieces, segments = digests.dim / kSegment;
+  const int begin =
+      first_tile + static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
   for (int first = 0; first < group; first += kTileHeads) {
     const int heads = min(kTileHeads, group - first), head = list.kv_head * group + first;
     Segments rows;  // loads while the queries come
-    if (begin < tiles) rows.Load(TileRows(digests, list, begin), 0, segments);
+    if (begin < end_tile) rows.Load(TileRows(digests, list, begin), 0, segments);
     if (first > 0) __syncthreads();  // before other heads overwrite these
     PutQueries(p.q + list.row * p.q_stride + int64_t{head} * dim, heads, dim, operands);
     const Columns columns(p, list, head, heads);
     __syncthreads();
-    for (int tile = begin; tile < tiles; tile += static_cast<int>(gridDim.x) * kWarps) {
+    for (int tile = begin; tile < end_tile; tile += static_cast<int>(gridDim.x) * kWarps) {
       const TileRows at(digests, list, tile);
       TileSums sums;
       for (int s = 0; s < segments; s += kSegments) {
         if (tile != begin || s > 0) rows.Load(at, s, segments);
-        sums.Add(rows, s, segments, operands);
+        sums.Add(rows, s, segments, dim / kSegment, operands);
       }
-      columns.Put(sums, tile, list.count);
+      sums.Fold(list.fold);
+      columns.Put(sums, tile, list);
     }
   }
 }
 
-// The kernel for any digests. The grid is the same. Shared memory: queries, [kTileHeads][head_dim],
-// then their squares.
-template <typename T>
+// Returns in every lane the dot product of a query and a piece. `dim` is a multiple of 4.
+__device__ __forceinline__ float DotPiece(const float* query, const uint8_t* piece, int dim) {
+  float sum = 0;
+  for (int d = 4 * (static_cast<int>(threadIdx.x) % 32); d < dim; d += 128) {
+    const uint2 pairs = WidenE4M3(*reinterpret_cast<const uint32_t*>(piece + d));
+    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&pairs.x));
+    const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&pairs.y));
+    const float4 q = LoadFour(query + d);
+    sum = fmaf(q.x, low.x, sum);
+    sum = fmaf(q.y, low.y, sum);
+    sum = fmaf(q.z, high.x, sum);
+    sum = fmaf(q.w, high.y, sum);
+  }
+  return SumOfLanes(sum);
+}
+
+// The kernel for any pieces. The grid is the same. Shared memory: queries, [kTileHeads][head_dim].
 __global__ void __launch_bounds__(kThreads)
-    LevelScoresByRows(const __grid_constant__ LevelScoresParams p) {
+    LevelScoresByBlocks(const __grid_constant__ LevelScoresParams p) {
   extern __shared__ uint4 memory[];
-  auto* const factors = reinterpret_cast<float*>(memory);
+  auto* const queries = reinterpret_cast<float*>(memory);
   WaitForPriorKernels();
   LetNextKernelStart();
   const int kv_heads = static_cast<int>(gridDim.y), group = p.heads / kv_heads;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const LevelList list(p, static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), kv_heads);
   if (static_cast<int>(blockIdx.x) * kWarps >= list.count) return;
-  const PagedRows& digests = p.digests.of[list.level];
-  const int dim = digests.dim / 2;
+  const PagedRows& digests = p.digests.of[list.row_level];
+  const FluxionSegments segments = SegmentsOf(p.positions[list.row]);
+  const int dim = digests.dim / kDigestPieces;
   for (int first = 0; first < group; first += kTileHeads) {
     const int heads = min(kTileHeads, group - first), head = list.kv_head * group + first;
     const float* const q = p.q + list.row * p.q_stride + int64_t{head} * dim;
-    float* const squares = factors + heads * dim;
     if (first > 0) __syncthreads();  // before other heads overwrite these
-    for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += kThreads) {
-      factors[i] = q[i];
-      squares[i] = q[i] * q[i];
-    }
+    for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += kThreads) queries[i] = q[i];
     __syncthreads();
     const bool wanted = lane < heads && list.Wants(p, head + lane);
     for (int i = static_cast<int>(blockIdx.x) * kWarps + warp; i < list.count;
          i += static_cast<int>(gridDim.x) * kWarps) {
-      const T* const row = RowAt<const T>(digests, list.slot, list.first + i, list.kv_head);
-      const float mean = Dots(factors, heads, row, dim);
-      const float variance = Dots(squares, heads, row + dim, dim);
+      const int block = list.first + i;
+      const DigestRows rows = RowsOfBlock(p.digests, segments, list.level, block);
+      float best = -INFINITY;  // of the lane's head
+      for (int row = rows.begin; row < rows.end; ++row) {
+        const uint8_t* const digest = RowAt<uint8_t>(digests, list.slot, row, list.kv_head);
+        for (int piece = 0; piece < kDigestPieces; ++piece) {
+          for (int h = 0; h < heads; ++h) {
+            const float score = DotPiece(queries + h * dim, digest + piece * dim, dim);
+            if (lane == h) best = fmaxf(best, score);
+          }
+        }
+      }
       if (!wanted) continue;
-      p.scores[(int64_t{list.row} * p.heads + head + lane) * p.score_stride + list.first + i] =
-          ScoreOf(mean, variance);
+      p.scores[(int64_t{list.row} * p.heads + head + lane) * p.score_stride + block] = best;
     }
   }
 }
@@ -237,13 +284,14 @@ __global__ void __launch_bounds__(kThreads)
 bool AreValid(const LevelScoresParams& p) {
   const PagedRows& first = p.digests.of[0];
   for (const PagedRows& digests : p.digests.of) {
-    if (digests.type != first.type || digests.dim != first.dim ||
-        digests.kv_heads != first.kv_heads || digests.dim % kSegment != 0 ||
+    if (digests.base == nullptr && &digests != &first) continue;
+    if (digests.type != DType::kFloat8E4M3 || digests.dim != first.dim ||
+        digests.kv_heads != first.kv_heads || digests.dim % (16 * kDigestPieces) != 0 ||
         !HasAlignedRows(digests)) {
       return false;
     }
   }
-  return first.dim <= kMaxScoreRowDim;
+  return first.dim <= kDigestPieces * kMaxDim;
 }
 
 // Returns how many thread blocks a list has, from what the host knows.
@@ -266,13 +314,11 @@ cudaError_t LaunchLevelScores(const LevelScoresParams& p, cudaStream_t stream) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   if (error != cudaSuccess) return error;
-  const bool is_bf16 = digests.type == DType::kBFloat16;
-  const bool has_tiles = is_bf16 && digests.dim / 2 % kSegment == 0;
-  const auto kernel = has_tiles ? LevelScoresKernel
-                      : is_bf16 ? LevelScoresByRows<__nv_bfloat16>
-                                : LevelScoresByRows<float>;
-  // At most 16 KiB each: in tiles a factor is two bf16, and so has as many bytes as a float.
-  const int64_t shared = int64_t{kTileHeads} * digests.dim * int64_t{sizeof(float)};
+  const int dim = digests.dim / kDigestPieces;
+  const bool has_tiles = dim % kSegment == 0;
+  const auto kernel = has_tiles ? LevelScoresKernel : LevelScoresByBlocks;
+  // At most 8 KiB each: in tiles an element is two fp16, and so has as many bytes as a float.
+  const int64_t shared = int64_t{kTileHeads} * dim * int64_t{sizeof(float)};
   const int parts = ListParts(p, processors, kWarps * (has_tiles ? kTileRows : 1));
   return LaunchKernel(kernel, dim3(parts, digests.kv_heads, p.rows), dim3(kThreads),
                       static_cast<size_t>(shared), stream, p);

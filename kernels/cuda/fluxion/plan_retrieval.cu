@@ -35,7 +35,8 @@ __device__ __forceinline__ Plan PlanOf(const PlanRetrievalParams& p,
 #pragma unroll
   for (int level = 0; level < kFluxionLevels; ++level) {
     const int64_t volume = volumes[level] + CpuBlocks(segments, level);
-    const bool better = level >= p.first_level && (plan.level < 0 || volume < plan.volume);
+    const bool better =
+        level >= p.first_level && level <= p.last_level && (plan.level < 0 || volume < plan.volume);
     if (reads && better) plan = {level, volume};
   }
   return plan;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchPlanRetrieval(const PlanRetrievalParams& p, cudaStream_t stream) {
   if (p.rows < 0 || p.kv_heads < 1 || p.heads < p.kv_heads || p.heads % p.kv_heads != 0 ||
-      p.first_level < 0 || p.first_level >= kFluxionLevels) {
+      p.first_level < 0 || p.first_level > p.last_level || p.last_level >= kFluxionLevels) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;

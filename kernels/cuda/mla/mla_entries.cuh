@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "kernels/cuda/common/attention_tile.cuh"
+#include "kernels/cuda/common/float8.cuh"
 #include "kernels/cuda/mla/mla_plan.cuh"
 
 namespace sluice::kernels::cuda {
@@ -23,17 +24,9 @@ inline constexpr int kMlaTileBytes = kMlaWidth / 64 * kMlaColumnBlockBytes;
 // Converts four e4m3 values of one scale. fp16 holds the values exactly, and the product is
 // rounded once more.
 __device__ __forceinline__ uint2 UnpackFour(uint32_t values, __half2 scale) {
-  uint32_t low, high;
-  asm("{\n"
-      ".reg .b16 a, b;\n"
-      "mov.b32 {a, b}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
-      "}"
-      : "=r"(low), "=r"(high)
-      : "r"(values));
-  const __half2 x = __hmul2(*reinterpret_cast<const __half2*>(&low), scale);
-  const __half2 y = __hmul2(*reinterpret_cast<const __half2*>(&high), scale);
+  const uint2 pairs = WidenE4M3(values);
+  const __half2 x = __hmul2(*reinterpret_cast<const __half2*>(&pairs.x), scale);
+  const __half2 y = __hmul2(*reinterpret_cast<const __half2*>(&pairs.y), scale);
   return {*reinterpret_cast<const uint32_t*>(&x), *reinterpret_cast<const uint32_t*>(&y)};
 }
 

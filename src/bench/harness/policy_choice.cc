@@ -57,6 +57,7 @@ void PredictSynthetically(PolicyOptions& o) {
 void PlaceAsPublished(PolicyOptions& o) {
   o.fluxion.resident = false;
   o.fluxion.digests_in_dram = true;
+  o.fluxion.all_levels = true;
 }
 
 constexpr Preset kPresets[] = {

@@ -116,12 +116,15 @@ constexpr PolicySetting kSettings[] = {
     {"level", "fluxion-synthetic", false,
      [](PolicyOptions& o, double value) {
        o.fluxion.predictor = AtOneLevel(*o.fluxion.predictor, static_cast<int>(value));
+       o.fluxion.all_levels = true;
      },
      "16,32,64,128"},
     {"hot", "fluxion", false,
      [](PolicyOptions& o, double value) { o.fluxion.resident = value != 0; }},
     {"host-digests", "fluxion", false,
-     [](PolicyOptions& o, double value) { o.fluxion.digests_in_dram = value != 0; }},
+     [](PolicyOptions& o, double value) {
+       o.fluxion.digests_in_dram = o.fluxion.all_levels = value != 0;
+     }},
     {"share", "scout", false,
      [](PolicyOptions& o, double value) { o.scout.share_limit = static_cast<float>(value); }},
     {"interval", "scout", true,

@@ -253,6 +253,7 @@ int Check(absl::Span<const std::string> args) {
   std::vector<std::string> paths, samples_paths;
   std::string json_file;
   double fixed = 0.05, quantile = PredictorTrainingOptions().quantile;
+  bool all_levels = false;
   Flags flags("sluice-profile fluxion check",
               "Selects by predictors and by simpler rules on the same rows, and tells what each\n"
               "reads and how often a head's output is further off than --tau: a fixed block and\n"
@@ -268,6 +269,9 @@ int Check(absl::Span<const std::string> args) {
                    samples_paths.push_back(path);
                    return absl::OkStatus();
                  });
+  flags.Switch("all-levels",
+               "each group chooses its size of block by equation 3, as published, in place of 16",
+               &all_levels);
   flags.Number("fixed-share", "share of the cache outside HBM that the fixed budget takes", 0, 1,
                &fixed);
   flags.Number("quantile", "share of a head's samples whose budget its entry in the table suffices",
@@ -291,6 +295,9 @@ int Check(absl::Span<const std::string> args) {
   if (!samples->samples.empty()) sources.push_back(TableSource(&table));
   for (size_t i = 0; i < predictors.size(); ++i) {
     sources.push_back(PredictorSource(paths[i].substr(paths[i].rfind('/') + 1), &predictors[i]));
+  }
+  for (BudgetSource& of : sources) {
+    if (!all_levels) of.level = 0;
   }
   PredictorCheck check(std::move(sources));
   const absl::StatusOr<std::string> measured = source.Measure(

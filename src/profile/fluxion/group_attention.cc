@@ -12,6 +12,8 @@ using kernels::FluxionSegments;
 using kernels::kFluxionLevels;
 using kernels::LevelTokens;
 
+constexpr int32_t kPieceTokens = LevelTokens(0) / kernels::kDigestPieces;
+
 double LogSumExp(double a, double b) {
   const double largest = std::max(a, b);
   if (largest == -INFINITY) return -INFINITY;
@@ -66,59 +68,33 @@ std::vector<int32_t> Descending(const std::vector<double>& values, int32_t first
   return order;
 }
 
-// Writes the means [head_dim] and the variances [head_dim] of the elements of keys [begin, end).
-// `out` is all 0 before, and stays so where there are none.
-void PutMoments(const HeadCache& cache, int64_t begin, int64_t end, double* out) {
-  const int64_t dim = cache.head_dim;
-  const auto tokens = static_cast<double>(end - begin);
-  for (int64_t t = begin; t < end; ++t) {
-    for (int64_t d = 0; d < dim; ++d) out[d] += double{cache.k[t * dim + d]} / tokens;
-  }
-  for (int64_t t = begin; t < end; ++t) {
-    for (int64_t d = 0; d < dim; ++d) {
-      const double off = double{cache.k[t * dim + d]} - out[d];
-      out[dim + d] += off * off / tokens;
-    }
-  }
-}
-
 }  // namespace
 
 double AttentionPart::Length() const {
   return std::sqrt(std::inner_product(o.begin(), o.end(), o.begin(), 0.0));
 }
 
-BlockDigests::BlockDigests(const HeadCache& cache, int64_t tokens) : dim_(cache.head_dim) {
-  for (int32_t level = 0; level < kFluxionLevels; ++level) {
-    const int64_t block_tokens = LevelTokens(level), blocks = tokens / block_tokens;
-    std::vector<double>& moments = moments_[static_cast<size_t>(level)];
-    moments.resize(static_cast<size_t>(blocks * 2 * dim_));
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t begin = std::max<int64_t>(block * block_tokens, kernels::kFluxionSinkTokens);
-      PutMoments(cache, begin, (block + 1) * block_tokens, moments.data() + block * 2 * dim_);
-    }
+KeyPieces::KeyPieces(const HeadCache& cache, int64_t tokens) : dim_(cache.head_dim) {
+  const int64_t blocks = tokens / LevelTokens(0);
+  means_.resize(static_cast<size_t>(blocks * kernels::kDigestPieces * dim_));
+  for (int64_t t = 0; t < blocks * LevelTokens(0); ++t) {
+    float* const mean = means_.data() + t / kPieceTokens * dim_;
+    for (int64_t d = 0; d < dim_; ++d) mean[d] += cache.k[t * dim_ + d] / kPieceTokens;
   }
 }
 
-double BlockDigests::Score(const float* q, int32_t level, int64_t block) const {
-  const double* const means = moments_[static_cast<size_t>(level)].data() + block * 2 * dim_;
-  const double* const variances = means + dim_;
-  double mean = 0, variance = 0;
-  for (int64_t d = 0; d < dim_; ++d) {
-    mean += double{q[d]} * means[d];
-    variance += double{q[d]} * double{q[d]} * variances[d];
+double KeyPieces::Score(const float* q, int64_t block) const {
+  double best = -INFINITY;
+  for (int64_t piece = 0; piece < kernels::kDigestPieces; ++piece) {
+    const float* const mean = means_.data() + (block * kernels::kDigestPieces + piece) * dim_;
+    best = std::max(best, Dot(q, mean, dim_));
   }
-  return mean + double{kernels::kFluxionDeviations} * std::sqrt(variance);
+  return best;
 }
 
-GroupAttention::GroupAttention(const HeadCache& cache, const BlockDigests& digests, const float* q,
+GroupAttention::GroupAttention(const HeadCache& cache, const KeyPieces& pieces, const float* q,
                                int64_t group, const FluxionSegments& segments)
-    : cache_(cache),
-      digests_(digests),
-      q_(q),
-      group_(group),
-      segments_(segments),
-      heads_(static_cast<size_t>(group)) {
+    : cache_(cache), q_(q), group_(group), segments_(segments), heads_(static_cast<size_t>(group)) {
   const int64_t dim = cache.head_dim;
   const double scale = 1 / std::sqrt(static_cast<double>(dim));
   std::vector<double> scores(static_cast<size_t>(segments.end));
@@ -129,6 +105,10 @@ GroupAttention::GroupAttention(const HeadCache& cache, const BlockDigests& diges
     }
     head.largest = *std::max_element(scores.begin(), scores.end());
     head.scores.assign(scores.begin() + segments.sink, scores.begin() + segments.local);
+    for (int64_t unit = kernels::FirstBlock(segments, 0); unit < kernels::EndBlock(segments, 0);
+         ++unit) {
+      head.unit_scores.push_back(pieces.Score(q + g * dim, unit));
+    }
     head.units = UnitsOfSegment(head);
     head.sink = Part(scores, 0, segments.sink);
     head.local = Part(scores, segments.local, segments.end);
@@ -187,13 +167,16 @@ std::vector<double> GroupAttention::Interactions(int64_t g) const {
 }
 
 std::vector<int32_t> GroupAttention::Order(int64_t g, int32_t level) const {
-  const int64_t first = kernels::FirstBlock(segments_, level);
-  const int64_t end = kernels::EndBlock(segments_, level);
-  std::vector<double> scores;
-  for (int64_t block = first; block < end; ++block) {
-    scores.push_back(digests_.Score(q_ + g * cache_.head_dim, level, block));
+  const int32_t first = kernels::FirstBlock(segments_, level);
+  const int32_t first_unit = kernels::FirstBlock(segments_, 0);
+  const std::vector<double>& units = Of(g).unit_scores;
+  std::vector<double> scores(static_cast<size_t>(kernels::CpuBlocks(segments_, level)), -INFINITY);
+  for (size_t i = 0; i < units.size(); ++i) {
+    double& score =
+        scores[static_cast<size_t>(((first_unit + static_cast<int32_t>(i)) >> level) - first)];
+    score = std::max(score, units[i]);
   }
-  return Descending(scores, static_cast<int32_t>(first));
+  return Descending(scores, first);
 }
 
 GroupAttention::Units GroupAttention::UnitsOfSegment(const Head& head) const {

@@ -27,27 +27,26 @@ struct AttentionPart {
   double Length() const;  // of o
 };
 
-// The digests of the blocks of a sequence's KV head at all levels: the mean of each element of the
-// block's keys, and its variance (that of the population). Tokens of the sink are left out. They
-// are those of kernels::LevelDigests, but for its rounding to the type of the cache.
-class BlockDigests {
+// The pieces of a sequence's KV head by which its blocks are known: the mean of every four keys
+// behind the sink. They are those of kernels::LevelDigests at level 0, but for the centre, which
+// changes no order, and the rounding to e4m3.
+class KeyPieces {
  public:
   // Covers all whole blocks of [0, tokens).
-  BlockDigests(const HeadCache& cache, int64_t tokens);
-  // Returns sum_d q_d mean_d + kFluxionDeviations * sqrt(sum_d q_d^2 variance_d), as
-  // kernels::LevelScores does.
-  double Score(const float* q, int32_t level, int64_t block) const;
+  KeyPieces(const HeadCache& cache, int64_t tokens);
+  // Returns the largest product of q and a piece of a block of level 0, as kernels::LevelScores
+  // does.
+  double Score(const float* q, int64_t block) const;
 
  private:
   const int64_t dim_;
-  // By level: [blocks][2][head_dim], the means first.
-  std::array<std::vector<double>, kernels::kFluxionLevels> moments_;
+  std::vector<float> means_;  // [pieces][head_dim]
 };
 
 class GroupAttention {
  public:
-  // `q` is [group][head_dim]. `digests` cover the row's cpu segment. All outlive this.
-  GroupAttention(const HeadCache& cache, const BlockDigests& digests, const float* q, int64_t group,
+  // `q` is [group][head_dim]. `pieces` cover the row's cpu segment. Both outlive this.
+  GroupAttention(const HeadCache& cache, const KeyPieces& pieces, const float* q, int64_t group,
                  const kernels::FluxionSegments& segments);
 
   int64_t group() const { return group_; }
@@ -95,6 +94,7 @@ class GroupAttention {
     AttentionPart sink, cpu, local, whole;
     double largest = 0;                // score
     std::vector<double> scores;        // [cpu tokens]
+    std::vector<double> unit_scores;   // of the cpu segment's blocks of level 0, by their pieces
     Units units;                       // the cpu segment's blocks of level 0
     double resident = 0;               // weight of the default set
     std::vector<double> resident_sum;  // [head_dim] weighted values of the default set
@@ -109,7 +109,6 @@ class GroupAttention {
   size_t Prefix(const Head& head, const Units& units, double bound) const;
 
   const HeadCache cache_;
-  const BlockDigests& digests_;
   const float* const q_;
   const int64_t group_;
   const kernels::FluxionSegments segments_;

@@ -10,9 +10,9 @@
 namespace sluice {
 namespace {
 
-// Version 1 had budgets by other digests.
+// Versions 1 and 2 had budgets by other digests.
 constexpr CheckedFormat kFormat = {
-    "sluice-fluxion-samples",    2,
+    "sluice-fluxion-samples",    3,
     "a file of samples",         "sluice-profile fluxion collect wrote",
     "collect the samples again", int64_t{16} << 30};
 

@@ -74,9 +74,15 @@ class Bench {
     p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1));
     const int64_t pages = EndBlock(segments, level) / kRowsOfPage + 1;
     for (PagedRows& digests : p.digests.of) {
-      digests = {
-          arena_,       pages_,           pages,   kPageBytes, kRowsOfPage * kRowBytes, kRowsOfPage,
-          2 * kHeadDim, DType::kBFloat16, kKvHeads};
+      digests = {arena_,
+                 pages_,
+                 pages,
+                 kPageBytes,
+                 kRowsOfPage * kRowBytes,
+                 kRowsOfPage,
+                 kDigestPieces * kHeadDim,
+                 DType::kFloat8E4M3,
+                 kKvHeads};
     }
     const auto lists = static_cast<size_t>(rows * kKvHeads);
     p.levels = DeviceCopy(std::vector<int32_t>(lists, level));
@@ -220,8 +226,8 @@ class Bench {
                              kPageBytes,
                              kRowsOfPage * kRowBytes,
                              kRowsOfPage,
-                             2 * kHeadDim,
-                             DType::kBFloat16,
+                             kDigestPieces * kHeadDim,
+                             DType::kFloat8E4M3,
                              kKvHeads};
     }
     d.slots = DeviceCopy(Counted(1));

@@ -107,7 +107,6 @@ TEST_CASE("a predictor's outputs are those of a naive network") {
   SplitMix64 random(TestSeed());
   const Form form = GENERATE(Form::kFour, Form::kLine);
   const FluxionPredictor predictor = Predictor(form, random);
-  int streaming = 0;
   for (int i = 0; i < 40; ++i) {
     const std::vector<float> features = DrawMany(kernels::kFluxionFeatures, random, -3, 3);
     const std::vector<double> want = NaiveOutputs(predictor, features);
@@ -123,9 +122,7 @@ TEST_CASE("a predictor's outputs are those of a naive network") {
     }
     const double share = 1 / (1 + std::exp(-want.back()));
     if (std::abs(share - 0.4) > 1e-3) CHECK(head.streaming == (share > 0.4));
-    streaming += head.streaming ? 1 : 0;
   }
-  CHECK(streaming < 40);
 }
 
 TEST_CASE("a head whose numbers are not finite is dense and does not stream") {
@@ -204,7 +201,7 @@ TEST_CASE("a predictor's header is checked") {
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
   CheckError(ChangedHeader([](json& h) { h["format"] = "other"; }), kInvalid, "not a predictor");
   CheckError(ChangedHeader([](json& h) { h["version"] = 1; }), kInvalid,
-             "version 1 of the format, this build reads 2: train the predictor again");
+             "version 1 of the format, this build reads 3: train the predictor again");
   CheckError(ChangedHeader([](json& h) { h["form"] = "cubic"; }), kInvalid, "form: expected");
   CheckError(ChangedHeader([](json& h) { h["form"] = "line"; }), kInvalid, "layers: expected");
   CheckError(ChangedHeader([](json& h) { h["tau"] = 2; }), kInvalid, "tau: expected");

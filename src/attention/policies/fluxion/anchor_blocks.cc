@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "kernels/fluxion_params.h"
-#include "src/attention/policies/fluxion/head_budgets.h"
+#include "src/attention/policies/fluxion/block_digests.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
@@ -92,7 +92,7 @@ kernels::UnitLists AnchorBlocks::Choose(Stream& stream, int layer, const float* 
   score.q_stride = int64_t{shape_.heads} * shape_.head_dim;
   score.slots = row.slots;
   score.positions = row.positions;
-  score.digests = FluxionDigests(tier_, layer);
+  score.digests = FluxionDigests(tier_, shape_, layer);
   score.levels = levels_.as<int32_t>();
   score.blocks = blocks_.as<int32_t>();
   score.scores = scores_.as<float>();

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "src/attention/policies/fluxion/head_budgets.h"
+#include "src/attention/policies/fluxion/block_digests.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
@@ -75,7 +75,7 @@ void AnchorMeter::Measure(Stream& stream, int layer, const float* q, const int32
   params.slots = slots;
   params.positions = positions;
   params.cache = tier_->Home(layer);
-  params.digests = FluxionDigests(*tier_, layer);
+  params.digests = FluxionDigests(*tier_, shape_, layer);
   params.anchors = to.Of(layer);
   params.scratch = scratch_.as<float>();
   params.rows = 1;

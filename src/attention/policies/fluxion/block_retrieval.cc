@@ -1,6 +1,7 @@
 #include "src/attention/policies/fluxion/block_retrieval.h"
 
 #include "kernels/fluxion_params.h"
+#include "src/attention/policies/fluxion/block_digests.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
@@ -44,7 +45,8 @@ kernels::UnitLists BlockRetrieval::Choose(Stream& stream, int layer, const Queri
   plan.rows = queries.rows;
   plan.heads = queries.heads;
   plan.kv_heads = shape_.kv_heads;
-  plan.first_level = shape_.first_level;
+  plan.first_level = shape_.plan_first;
+  plan.last_level = shape_.plan_last;
   kernels_.PlanRetrieval(stream, plan);
 
   kernels::SelectUnionParams select{};
@@ -74,7 +76,7 @@ const float* BlockRetrieval::Score(Stream& stream, int layer, const Queries& que
   score.q_stride = queries.stride;
   score.slots = queries.slots;
   score.positions = queries.positions;
-  score.digests = FluxionDigests(tier_, layer);
+  score.digests = FluxionDigests(tier_, shape_, layer);
   score.levels = plan.levels;
   score.blocks = plan.blocks;
   score.scores = scores_.as<float>();

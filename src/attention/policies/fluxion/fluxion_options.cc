@@ -26,6 +26,12 @@ absl::Status OutOfRange(const PolicyOptions& options, const char* field,
       absl::StrCat(field, ": policy ", options.name, " expected ", expected, ", found ", found));
 }
 
+int32_t LevelOf(int block_tokens) {
+  int32_t level = 0;
+  while (kernels::LevelTokens(level) < block_tokens) ++level;
+  return level;
+}
+
 int32_t HeadDim(const CacheKind& kv) {
   return static_cast<int32_t>(kv.part_bytes[0] / SizeOf(kv.element_type));
 }
@@ -107,7 +113,14 @@ FluxionShape FluxionShapeOf(const PolicyOptions& options, int rows) {
   shape.kv_heads = kv.heads;
   shape.head_dim = HeadDim(kv);
   shape.unit_tokens = kv.block_tokens;
-  while (kernels::LevelTokens(shape.first_level) < kv.block_tokens) ++shape.first_level;
+  shape.first_level = LevelOf(kv.block_tokens);
+  const PolicyOptions::Fluxion& fluxion = options.fluxion;
+  shape.plan_first = fluxion.fixed_block == 0 ? shape.first_level : LevelOf(fluxion.fixed_block);
+  shape.plan_last = shape.plan_first;
+  if (fluxion.all_levels) {
+    if (fluxion.fixed_block == 0) shape.plan_last = kernels::kFluxionLevels - 1;
+    shape.digest_levels = kernels::kFluxionLevels;
+  }
   shape.most_units = static_cast<int32_t>(kv.BlocksFor(options.max_context));
   shape.sink_units = kernels::kFluxionSinkTokens / kv.block_tokens;
   shape.ring_units =

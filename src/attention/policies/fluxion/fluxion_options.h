@@ -19,7 +19,10 @@ struct FluxionShape {
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
   int32_t unit_tokens = 0;
-  int32_t first_level = 0;     // the level whose blocks are units
+  int32_t first_level = 0;  // the level whose blocks are units
+  int32_t plan_first = 0;   // lists have blocks of levels plan_first to plan_last
+  int32_t plan_last = 0;
+  int32_t digest_levels = 1;   // levels [0, digest_levels) have digests
   int32_t most_units = 0;      // units of the longest sequence
   int32_t sink_units = 0;      // units of the sink
   int32_t ring_units = 0;      // units of the ring, which holds all local tokens

@@ -12,6 +12,7 @@
 #include "src/attention/offload/offload_policy.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/fluxion/anchor_blocks.h"
+#include "src/attention/policies/fluxion/block_digests.h"
 #include "src/attention/policies/fluxion/block_retrieval.h"
 #include "src/attention/policies/fluxion/fluxion_options.h"
 #include "src/attention/policies/fluxion/head_budgets.h"
@@ -46,6 +47,7 @@ struct Scratch {
 };
 
 struct Parts {
+  std::unique_ptr<BlockDigests> digests;
   std::unique_ptr<HeadBudgets> budgets;
   std::unique_ptr<HostScores> host_scores;  // null: digests lie in HBM
   std::unique_ptr<BlockRetrieval> retrieval;
@@ -84,10 +86,10 @@ class FluxionPolicy : public OffloadPolicy {
     return sums;
   }
   int64_t MetadataBytes(int64_t tokens) const override {
-    return parts_.host_scores == nullptr ? DigestBytes(tokens) : 0;
+    return parts_.host_scores == nullptr ? BlockDigests::BytesOf(shape_, tokens) : 0;
   }
   int64_t HostMetadataBytes(int64_t tokens) const override {
-    return parts_.host_scores == nullptr ? 0 : DigestBytes(tokens);
+    return parts_.host_scores == nullptr ? 0 : BlockDigests::BytesOf(shape_, tokens);
   }
 
   // one row, which is the anchor's
@@ -160,13 +162,7 @@ class FluxionPolicy : public OffloadPolicy {
   }
 
   void Settle(Stream& stream, int layer, const Queries& rows) override {
-    kernels::LevelDigestsParams digests{};
-    digests.cache = tier().Ring(layer);
-    digests.digests = FluxionDigests(tier(), layer);
-    digests.slots = rows.slots;
-    digests.positions = rows.positions;
-    digests.rows = rows.rows;
-    kernels().LevelDigests(stream, digests);
+    parts_.digests->Extend(stream, layer, rows);
     // Before the recall, which must not take the place.
     Retain(stream, layer, rows);
     if (!options().fluxion.resident) return;
@@ -201,14 +197,7 @@ class FluxionPolicy : public OffloadPolicy {
                    const OffloadTier::BulkRow& row) override {
     const bool fetches = FetchesAnchorBlocks(slot, tokens);
     for (int layer = shape_.dense_layers; layer < shape_.layers; ++layer) {
-      kernels::LevelDigestsParams digests{};
-      digests.cache = tier().Home(layer);
-      digests.digests = FluxionDigests(tier(), layer);
-      digests.slots = row.slots;
-      digests.first_positions = row.first_positions;
-      digests.positions = row.positions;
-      digests.rows = 1;
-      kernels().LevelDigests(stream, digests);
+      parts_.digests->Build(stream, layer, row);
       budgets_.MakeAnchor(stream, layer, slot, row);
       if (!fetches) continue;
       const float* const q = budgets_.first_queries().OfSlot(layer, slot);
@@ -224,11 +213,6 @@ class FluxionPolicy : public OffloadPolicy {
   bool FetchesAnchorBlocks(int slot, int64_t tokens) const {
     return parts_.anchor_blocks != nullptr && budgets_.first_queries().Has(slot) &&
            UnitsBeforeRing(tokens) > shape_.recall_units();
-  }
-  // A row reads digests of one level; those of the smallest blocks are the most.
-  int64_t DigestBytes(int64_t tokens) const {
-    const int64_t digest = int64_t{2} * shape_.head_dim * SizeOf(kv().element_type);
-    return shape_.kv_heads * kv().BlocksFor(tokens) * digest;
   }
   // Returns the counts of one of the lists of Scratch::counts.
   int32_t* Counts(int of) const { return scratch_.counts.as<int32_t>() + of * shape_.lists(); }
@@ -353,7 +337,7 @@ absl::StatusOr<std::unique_ptr<HostScores>> NewHostScores(const PolicyOptions& o
   o.shape = shape;
   o.digests.resize(static_cast<size_t>(shape.layers));
   for (int layer = shape.dense_layers; layer < shape.layers; ++layer) {
-    o.digests[static_cast<size_t>(layer)] = HostFluxionDigests(tier, layer);
+    o.digests[static_cast<size_t>(layer)] = HostFluxionDigests(tier, shape, layer);
   }
   return HostScores::Create(o);
 }
@@ -397,15 +381,7 @@ OffloadTierOptions TierOptionsOf(const PolicyOptions& options, const FluxionShap
   out.ring_blocks = shape.ring_units;
   out.recall_blocks = shape.recall_units();
   out.unit_tokens = shape.unit_tokens;
-  for (int level = 0; level < kernels::kFluxionLevels; ++level) {
-    const int32_t tokens = kernels::LevelTokens(level);
-    OffloadArray& digests = out.arrays.emplace_back();
-    digests.name = absl::StrCat("digests of ", tokens, " tokens");
-    digests.tokens_per_row = tokens;
-    digests.dim = 2 * shape.head_dim;
-    digests.type = options.hbm->layout().kinds[0].element_type;
-    if (options.fluxion.digests_in_dram) digests.place = OffloadArray::Place::kDram;
-  }
+  out.arrays = FluxionDigestArrays(shape, options.fluxion.digests_in_dram);
   return out;
 }
 
@@ -419,6 +395,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> FluxionPolicy::Create(
                           OffloadTier::Create(TierOptionsOf(options, shape)));
 
   Parts parts;
+  SLUICE_ASSIGN_OR_RETURN(parts.digests, BlockDigests::Create(options.device, shape, tier.get()));
   SLUICE_ASSIGN_OR_RETURN(parts.budgets, HeadBudgets::Create(options, shape, tier.get()));
   SLUICE_ASSIGN_OR_RETURN(parts.host_scores, NewHostScores(options, shape, *tier));
   SLUICE_ASSIGN_OR_RETURN(

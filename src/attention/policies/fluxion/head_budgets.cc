@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "src/attention/offload/decode_attention.h"
+#include "src/attention/policies/fluxion/block_digests.h"
 #include "src/attention/policies/fluxion/predictor.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
@@ -28,22 +29,6 @@ std::vector<float> ValuesOf(const FluxionPredictor& predictor) {
 }
 
 }  // namespace
-
-kernels::LevelDigests FluxionDigests(const OffloadTier& tier, int layer) {
-  kernels::LevelDigests digests{};
-  for (int level = 0; level < kFluxionLevels; ++level) {
-    digests.of[level] = tier.Array(layer, static_cast<size_t>(level));
-  }
-  return digests;
-}
-
-kernels::LevelDigests HostFluxionDigests(const OffloadTier& tier, int layer) {
-  kernels::LevelDigests digests{};
-  for (int level = 0; level < kFluxionLevels; ++level) {
-    digests.of[level] = tier.HostArray(layer, static_cast<size_t>(level));
-  }
-  return digests;
-}
 
 absl::StatusOr<std::unique_ptr<HeadBudgets>> HeadBudgets::Create(const PolicyOptions& options,
                                                                  const FluxionShape& shape,

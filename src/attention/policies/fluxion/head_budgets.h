@@ -26,11 +26,6 @@ struct SegmentUnits {
   int32_t *sink_places = nullptr, *local_places = nullptr;
 };
 
-// Return digests of all levels, which are the tier's first arrays: as operators read and write
-// them, and, where they lie in DRAM, as CPU workers read them.
-kernels::LevelDigests FluxionDigests(const OffloadTier& tier, int layer);
-kernels::LevelDigests HostFluxionDigests(const OffloadTier& tier, int layer);
-
 class HeadBudgets {
  public:
   using Queries = KvAttention::Queries;

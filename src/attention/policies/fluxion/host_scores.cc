@@ -91,7 +91,7 @@ class HostScores::Worker {
     p.slots = &kFirst;
     p.positions = &list_.position;
     p.digests = options_.digests[static_cast<size_t>(layer)];
-    p.digests.of[list_.level].page_table = pages_.data();
+    p.digests.of[rows_level_].page_table = pages_.data();
     p.levels = levels_.data();
     p.blocks = blocks_.data();
     p.scores = scores_.data();
@@ -103,7 +103,7 @@ class HostScores::Worker {
 
   void Give(const Side& answer) const {
     const Blocks mine = BlocksOf(list_, part_);
-    const int64_t stride = shape_.score_stride(), at = FirstRow(list_) + mine.begin;
+    const int64_t stride = shape_.score_stride(), at = FirstBlock(list_) + mine.begin;
     for (int64_t head = list_.kv_head * group_; head < (list_.kv_head + 1) * group_; ++head) {
       const int32_t selected = blocks_[static_cast<size_t>(head)];
       if (selected <= 0 || selected >= list_.blocks) continue;
@@ -121,7 +121,7 @@ class HostScores::Worker {
     int parts;
   };
 
-  static int64_t FirstRow(const List& list) {
+  static int64_t FirstBlock(const List& list) {
     return kernels::FirstBlock(kernels::SegmentsOf(list.position), list.level);
   }
   struct Blocks {
@@ -154,11 +154,18 @@ class HostScores::Worker {
 
   // Takes the numbers of the pages that have the part's digests.
   void TakePages(int layer) {
-    const kernels::PagedRows& rows = options_.digests[static_cast<size_t>(layer)].of[list_.level];
+    const kernels::LevelDigests& digests = options_.digests[static_cast<size_t>(layer)];
+    const kernels::FluxionSegments segments = kernels::SegmentsOf(list_.position);
     const Blocks mine = BlocksOf(list_, part_);
-    const int64_t first = FirstRow(list_);
-    const int64_t begin = (first + mine.begin) / rows.rows_per_page;
-    const int64_t end = (first + mine.end - 1) / rows.rows_per_page + 1;
+    const auto rows_of = [&](int64_t block) {
+      return kernels::RowsOfBlock(digests, segments, list_.level,
+                                  static_cast<int32_t>(FirstBlock(list_) + block));
+    };
+    const kernels::DigestRows last = rows_of(mine.end - 1);
+    rows_level_ = last.level;
+    const kernels::PagedRows& rows = digests.of[rows_level_];
+    const int64_t begin = rows_of(mine.begin).begin / rows.rows_per_page;
+    const int64_t end = (last.end - 1) / rows.rows_per_page + 1;
     SLUICE_CHECK(end <= std::ssize(pages_));
     const int32_t* const table = rows.page_table + list_.slot * rows.table_stride;
     std::copy(table + begin, table + end, pages_.begin() + begin);
@@ -173,6 +180,7 @@ class HostScores::Worker {
   // The claimed part. The arrays are those of one row, as in LevelScoresParams.
   List list_{};
   int part_ = 0;
+  int32_t rows_level_ = 0;       // the level whose digests the list's blocks are known by
   std::vector<float> q_;         // [heads][head_dim]
   std::vector<int32_t> levels_;  // [kv_heads]
   std::vector<int32_t> blocks_;  // [heads]

@@ -16,9 +16,9 @@ namespace {
 
 using nlohmann::json;
 
-// Version 1 was trained by budgets of other digests.
+// Versions 1 and 2 were trained by budgets of other digests.
 constexpr CheckedFormat kFormat = {"sluice-fluxion-predictor",
-                                   2,
+                                   3,
                                    "a predictor of policy fluxion",
                                    "sluice-profile fluxion trained",
                                    "train the predictor again with sluice-profile fluxion",

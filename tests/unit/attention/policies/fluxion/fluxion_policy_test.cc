@@ -9,7 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/e4m3.h"
 #include "kernels/fluxion_segments.h"
+#include "kernels/hash_params.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/constant_predictor.h"
 #include "tests/unit/attention/policy_rig.h"
@@ -32,23 +34,37 @@ std::unique_ptr<AttentionPolicy> Make(const PolicyOptions& options) {
   return *std::move(policy);
 }
 
-struct Moments {
-  double mean = 0, variance = 0;
+// The digests of a sequence: those of a block have four pieces, or as many as there are four
+// tokens.
+struct Digests {
+  int prompt = 0;  // tokens when the sequence was admitted, of which the centre is the mean
+  bool all_levels = false;  // four pieces
 };
 
-// Returns the moments of an element of the keys of tokens [begin, end), as digests have them: in
-// bf16, which puts some blocks in another order.
-Moments MomentsOf(const std::vector<PolicyRig::Vectors>& tokens, int begin, int end, int element) {
-  const auto key = [&](int t) {
-    return double{tokens[static_cast<size_t>(t)].k[static_cast<size_t>(element)]};
-  };
-  Moments out;
-  for (int t = begin; t < end; ++t) out.mean += key(t) / (end - begin);
-  for (int t = begin; t < end; ++t) {
-    out.variance += (key(t) - out.mean) * (key(t) - out.mean) / (end - begin);
+// Returns an element of the centre of the prompt's keys.
+float CentreOf(const std::vector<PolicyRig::Vectors>& tokens, int prompt, int element) {
+  const int count = std::min(prompt, kernels::kCentreKeys);
+  float sum = 0;
+  for (int i = 0; i < count; ++i) {
+    sum += tokens[static_cast<size_t>(i * prompt / count)].k[static_cast<size_t>(element)];
   }
-  return {double{testing::RoundedToBf16(static_cast<float>(out.mean))},
-          double{testing::RoundedToBf16(static_cast<float>(out.variance))}};
+  return sum / static_cast<float>(count);
+}
+
+// Returns an element of the mean of the keys [begin, end) less the centre, before it is rounded:
+// that of four keys, or the middle of two halves.
+float PieceOf(const std::vector<PolicyRig::Vectors>& tokens, int begin, int end, int element,
+              float centre) {
+  if (end - begin > 4) {
+    const int middle = (begin + end) / 2;
+    return 0.5f * (PieceOf(tokens, begin, middle, element, centre) +
+                   PieceOf(tokens, middle, end, element, centre));
+  }
+  float sum = 0;
+  for (int t = begin; t < end; ++t) {
+    sum += tokens[static_cast<size_t>(t)].k[static_cast<size_t>(element)];
+  }
+  return sum / 4 - centre;
 }
 
 // Returns the tokens that each KV head attends to if each query head reads `share` of its tokens in
@@ -56,7 +72,7 @@ Moments MomentsOf(const std::vector<PolicyRig::Vectors>& tokens, int begin, int 
 // ring.
 std::vector<std::set<int>> Attended(const PolicyRig::Shape& shape, const PolicyRig::Make& make,
                                     std::pair<uint64_t, int> seed_and_layer, int position,
-                                    int block, float share) {
+                                    const Digests& digests, int block, float share) {
   const auto& [seed, layer] = seed_and_layer;
   const kernels::FluxionSegments segments = kernels::SegmentsOf(position);
   int level = 0;
@@ -67,6 +83,11 @@ std::vector<std::set<int>> Attended(const PolicyRig::Shape& shape, const PolicyR
   for (int t = 0; t <= position; ++t) tokens.push_back(make(seed, layer, t));
   const int wanted = kernels::BlocksOfShare(segments, level, share);
   const int group = shape.heads / shape.kv_heads;
+  const int piece_tokens = digests.all_levels ? block / 4 : 4;
+  std::vector<float> centres;
+  for (int e = 0; e < shape.kv_heads * shape.head_dim; ++e) {
+    centres.push_back(CentreOf(tokens, digests.prompt, e));
+  }
   std::vector<std::set<int>> attended(static_cast<size_t>(shape.kv_heads));
   for (int head = 0; head < shape.heads; ++head) {
     const int kv = head / group;
@@ -74,14 +95,19 @@ std::vector<std::set<int>> Attended(const PolicyRig::Shape& shape, const PolicyR
     std::vector<std::pair<double, int>> scores;  // {-score, block}
     const int first = kernels::FirstBlock(segments, level);
     for (int b = first; b < kernels::EndBlock(segments, level); ++b) {
-      const int begin = std::max(b * block, segments.sink), end = (b + 1) * block;
-      double mean = 0, variance = 0;
-      for (int d = 0; d < shape.head_dim; ++d) {
-        const Moments k = MomentsOf(tokens, begin, end, kv * shape.head_dim + d);
-        mean += double{q[d]} * k.mean;
-        variance += double{q[d]} * double{q[d]} * k.variance;
+      double best = -INFINITY;
+      for (int begin = std::max(b * block, segments.sink); begin < (b + 1) * block;
+           begin += piece_tokens) {
+        double score = 0;
+        for (int d = 0; d < shape.head_dim; ++d) {
+          const int e = kv * shape.head_dim + d;
+          const float piece =
+              PieceOf(tokens, begin, begin + piece_tokens, e, centres[static_cast<size_t>(e)]);
+          score += double{q[d]} * kernels::E4M3ToFloat(kernels::FloatToE4M3(piece));
+        }
+        best = std::max(best, score);
       }
-      scores.emplace_back(-(mean + double{kernels::kFluxionDeviations} * std::sqrt(variance)), b);
+      scores.emplace_back(-best, b);
     }
     std::sort(scores.begin(), scores.end());
     for (int i = 0; i < wanted; ++i) {
@@ -195,7 +221,7 @@ void CheckFixed(const PolicyRig::Shape& of, bool in_dram, Placement placement) {
     options.fluxion.fixed_block = block;
     options.fluxion.fixed_share = share;
     options.fluxion.resident = false;
-    options.fluxion.digests_in_dram = in_dram;
+    options.fluxion.digests_in_dram = options.fluxion.all_levels = in_dram;
     options.fluxion.placement = placement;
     const auto policy = Make(options);
     const uint64_t seed = TestSeed();
@@ -206,8 +232,9 @@ void CheckFixed(const PolicyRig::Shape& of, bool in_dram, Placement placement) {
       if (step % 8 != 0) continue;
       INFO("blocks of " << block << ", step " << step);
       CheckRow(rig, out, 0, seed, position, [&](int layer) {
-        if (layer > 0) return Attended(shape, make, {seed, layer}, position, block, share);
-        return Attended(shape, make, {seed, layer}, position, 16, 1.0f);
+        const Digests digests = {880, in_dram};
+        if (layer > 0) return Attended(shape, make, {seed, layer}, position, digests, block, share);
+        return Attended(shape, make, {seed, layer}, position, digests, 16, 1.0f);
       });
     }
     CHECK(SumsOf(*policy).recalled == 0);
@@ -233,10 +260,16 @@ void CheckPrediction(const PolicyRig::Shape& shape, Anchor anchor, bool streamin
   PolicyRig rig(shape, make);
   PolicyOptions options = rig.Options();
   options.dense_layers = 0;
-  // Equation 3 takes blocks of 32 tokens: the other sizes need too much.
-  options.fluxion.predictor = ConstantPredictor({1, 0.1f, 1, 1}, streaming);
+  // Equation 3 takes blocks of 32 tokens: the other sizes need too much. Where lists have no
+  // choice, they have blocks of the cache's size.
+  const int block = in_dram ? 32 : shape.block_tokens;
+  std::vector<float> budgets(kernels::kFluxionLevels, 1.0f);
+  for (size_t level = 0; level < budgets.size(); ++level) {
+    if (kernels::LevelTokens(static_cast<int32_t>(level)) == block) budgets[level] = 0.1f;
+  }
+  options.fluxion.predictor = ConstantPredictor(budgets, streaming);
   options.fluxion.resident = false;
-  options.fluxion.digests_in_dram = in_dram;
+  options.fluxion.digests_in_dram = options.fluxion.all_levels = in_dram;
   const auto policy = Make(options);
   CHECK(policy->hint_queries() == int64_t{shape.layers} * shape.heads * shape.head_dim);
   CHECK(policy->last_rows_wanted(900) == 1);
@@ -253,7 +286,7 @@ void CheckPrediction(const PolicyRig::Shape& shape, Anchor anchor, bool streamin
     INFO("step " << step);
     CheckRow(rig, out, 0, seed, position, [&](int layer) {
       const float share = anchor == Anchor::kNone ? 1.0f : streaming ? 0.0f : 0.1f;
-      return Attended(shape, make, {seed, layer}, position, 32, share);
+      return Attended(shape, make, {seed, layer}, position, {900, in_dram}, block, share);
     });
   }
   rig.Release(*policy, 0);
@@ -314,7 +347,7 @@ void TestAnchorBlocks(const PolicyRig::Shape& of) {
   const float share =
       (static_cast<float>(chosen) - 0.5f) / static_cast<float>(kernels::CpuBlocks(segments, 0));
   CheckRow(rig, out, 0, seed, kContext, [&](int layer) {
-    auto attended = Attended(shape, make, {seed, layer}, kContext - 1, kBlock, share);
+    auto attended = Attended(shape, make, {seed, layer}, kContext - 1, {kContext}, kBlock, share);
     for (std::set<int>& tokens : attended) tokens.insert(kContext);
     return attended;
   });

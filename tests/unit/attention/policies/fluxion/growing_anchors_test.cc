@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "src/attention/policies/fluxion/block_digests.h"
 #include "src/attention/policies/fluxion/fluxion_options.h"
 #include "src/attention/policies/fluxion/head_budgets.h"
 #include "src/base/dtype.h"
@@ -74,7 +75,7 @@ class Growth {
     for (int layer = shape_.dense_layers; layer < shape_.layers; ++layer) {
       kernels::LevelDigestsParams digests{};
       digests.cache = tier_->Home(layer);
-      digests.digests = FluxionDigests(*tier_, layer);
+      digests.digests = FluxionDigests(*tier_, shape_, layer);
       digests.slots = row.slots;
       digests.first_positions = row.first_positions;
       digests.positions = row.positions;
@@ -150,7 +151,7 @@ class Growth {
     params.slots = row.slots;
     params.positions = row.positions;
     params.cache = tier_->Home(layer);
-    params.digests = FluxionDigests(*tier_, layer);
+    params.digests = FluxionDigests(*tier_, shape_, layer);
     params.anchors = reference_->Of(layer);
     params.scratch = scratch_.data();
     params.rows = 1;
@@ -200,13 +201,7 @@ class Growth {
     out.ring_blocks = shape_.ring_units;
     out.recall_blocks = shape_.recall_units();
     out.unit_tokens = shape_.unit_tokens;
-    for (int level = 0; level < kernels::kFluxionLevels; ++level) {
-      OffloadArray& digests = out.arrays.emplace_back();
-      digests.name = "digests";
-      digests.tokens_per_row = kernels::LevelTokens(level);
-      digests.dim = 2 * shape_.head_dim;
-      digests.type = options.hbm->layout().kinds[0].element_type;
-    }
+    out.arrays = FluxionDigestArrays(shape_, /*in_dram=*/false);
     return out;
   }
   OffloadTier::BulkRow Row(int slot, int position) {

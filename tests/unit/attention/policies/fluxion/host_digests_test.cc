@@ -37,6 +37,7 @@ PolicyOptions OptionsOf(const PolicyRig& rig, bool in_dram) {
   options.fluxion.fixed_block = 16;
   options.fluxion.fixed_share = 0.1;
   options.fluxion.digests_in_dram = in_dram;
+  options.fluxion.all_levels = true;
   return options;
 }
 
