@@ -194,7 +194,6 @@ inline void MeasureOutputs(const AnchorStatisticsParams& p, int64_t row, int64_t
   arrays.Output(head) = {whole.largest, LengthOf(arrays.O(head), dim), of_resident, 0};
 }
 
-
 // Returns the score of a block. It is rounded to float32, as the scores of LevelScores are.
 inline float AnchorScore(const float* q, const LevelDigests& digests, const DigestRows& rows,
                          int64_t slot, int64_t kv_head, int64_t dim) {
