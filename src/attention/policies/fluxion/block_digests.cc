@@ -22,22 +22,29 @@ std::vector<OffloadArray> FluxionDigestArrays(const FluxionShape& shape, bool in
   return arrays;
 }
 
-kernels::LevelDigests FluxionDigests(const OffloadTier& tier, const FluxionShape& shape,
-                                     int layer) {
+namespace {
+
+using ArrayOf = kernels::PagedRows (OffloadTier::*)(int layer, size_t index) const;
+
+kernels::LevelDigests DigestsOf(const OffloadTier& tier, ArrayOf array, const FluxionShape& shape,
+                                int layer) {
   kernels::LevelDigests digests{};
   for (int level = 0; level < shape.digest_levels; ++level) {
-    digests.of[level] = tier.Array(layer, static_cast<size_t>(level));
+    digests.of[level] = (tier.*array)(layer, static_cast<size_t>(level));
   }
   return digests;
 }
 
+}  // namespace
+
+kernels::LevelDigests FluxionDigests(const OffloadTier& tier, const FluxionShape& shape,
+                                     int layer) {
+  return DigestsOf(tier, &OffloadTier::Array, shape, layer);
+}
+
 kernels::LevelDigests HostFluxionDigests(const OffloadTier& tier, const FluxionShape& shape,
                                          int layer) {
-  kernels::LevelDigests digests{};
-  for (int level = 0; level < shape.digest_levels; ++level) {
-    digests.of[level] = tier.HostArray(layer, static_cast<size_t>(level));
-  }
-  return digests;
+  return DigestsOf(tier, &OffloadTier::HostArray, shape, layer);
 }
 
 absl::StatusOr<std::unique_ptr<BlockDigests>> BlockDigests::Create(Device* device,

@@ -56,7 +56,7 @@ class GrowingAnchors {
     const FirstQueries* queries = nullptr;  // where anchors' queries lie
     const AnchorTable* counting = nullptr;  // what predictions read
   };
-  // What the options point at outlives the result. RESOURCE_EXHAUSTED: there is no memory.
+  // The objects in the options outlive the result. RESOURCE_EXHAUSTED: there is no memory.
   static absl::StatusOr<std::unique_ptr<GrowingAnchors>> Create(const Options& options);
 
   // Ends the slot's prompt of `tokens` tokens, of which the last is the anchor if `has_anchor`.
