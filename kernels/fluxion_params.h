@@ -13,21 +13,43 @@ namespace sluice::kernels {
 
 // Digests of the blocks of every level. A block has four *pieces* of as many tokens each. Row b of
 // `of[level]` has for each piece of the block the mean of its keys less the *centre* of the KV
-// head's keys, [kDigestPieces][head_dim] in e4m3 without scales. Without a centre, e4m3 would spend
-// its four bits of precision on what all keys have in common, which says nothing of their order.
+// head's keys, [kDigestPieces][head_dim], in e4m3 without scales. Without a centre, e4m3 would
+// spend its four bits of precision on what all keys have in common, which says nothing of their
+// order.
 //
 // A level above 0 may have no digests, and no memory for them (`base` is null). A block is then
-// known by the digests of its blocks of level 0.
+// known by the digests of its blocks of level 0. Where level 0 alone has digests, its rows may have
+// a fifth vector, the *spread* [head_dim] in e4m3: the mean, over the block's keys, of the squared
+// differences from the means of their pieces.
 struct LevelDigests {
-  PagedRows of[kFluxionLevels];  // kFloat8E4M3, dim = kDigestPieces * head_dim
+  PagedRows of[kFluxionLevels];  // kFloat8E4M3, dim = kDigestPieces or kDigestVectors * head_dim
 };
 inline constexpr int32_t kDigestPieces = 4;
+inline constexpr int32_t kDigestVectors = kDigestPieces + 1;  // of a row that has a spread
 
 // The rows of digests by which a block is known: [begin, end) of `of[level]`.
 struct DigestRows {
   int32_t level, begin, end;
 };
 namespace {
+
+// Returns whether rows of digests of heads of `head_dim` elements have a spread.
+constexpr bool HasSpread(const PagedRows& rows, int32_t head_dim) {
+  return rows.dim == kDigestVectors * head_dim;
+}
+
+// Returns whether the rows of all levels are those of digests of heads of `head_dim` elements.
+constexpr bool AreDigests(const LevelDigests& digests, int32_t head_dim) {
+  const bool has_spread = HasSpread(digests.of[0], head_dim);
+  for (int32_t level = 0; level < kFluxionLevels; ++level) {
+    const PagedRows& rows = digests.of[level];
+    if (level > 0 && rows.base == nullptr) continue;
+    if (rows.type != DType::kFloat8E4M3 || rows.kv_heads != digests.of[0].kv_heads) return false;
+    if (level > 0 && has_spread) return false;
+    if (!has_spread && rows.dim != kDigestPieces * head_dim) return false;
+  }
+  return true;
+}
 
 // Returns the rows of block `block` of a level. Rows that lie in the sink are left out.
 constexpr DigestRows RowsOfBlock(const LevelDigests& digests, const FluxionSegments& segments,
@@ -42,9 +64,9 @@ constexpr DigestRows RowsOfBlock(const LevelDigests& digests, const FluxionSegme
 // Computes the digests of every level that has any, for each *chunk*, which is a block of the
 // largest level, whose last token is in [first_positions[r], positions[r]]. A block that lies in
 // the sink is not written. A block whose first half lies in the sink has its third and fourth piece
-// twice. Means less centres are those of float64 within what float32 sums differ by, and then
-// rounded to e4m3 (kernels/e4m3.h). The digest of a piece with a key that is not finite is
-// unspecified.
+// twice. Means less centres, and spreads, are those of float64 within what float32 sums differ by,
+// and then rounded to e4m3 (kernels/e4m3.h). The piece and the spread of a key that is not finite
+// are unspecified.
 struct LevelDigestsParams {
   PagedCache cache;  // may be a ring, as in DigestParams
   LevelDigests digests;
@@ -191,12 +213,17 @@ struct PlanRetrievalParams {
   int32_t last_level;
 };
 
+// A digest's score is so many standard deviations of its keys, by its spread, above its best piece.
+inline constexpr float kFluxionDeviations = 2;
+
 // Computes scores[row * heads + h][b] for the blocks b of the row's cpu segment at the list's
-// level: the largest product q . piece of all pieces in the rows by which the block is known
-// (RowsOfBlock). That is about the q k of the block's best key. Quest's bound by the least and the
-// largest of each element, which Fluxion publishes, is far above any key's q k, and loses facts
-// (src/attention/policies/fluxion/README.md). A head that selects no block or all of them has no
-// scores, and nothing is written for it. Scores by digests that are not numbers are unspecified.
+// level. It is the largest score of the rows by which the block is known (RowsOfBlock): a row's is
+// the largest product q . piece of its pieces, and where it has a spread,
+// kFluxionDeviations * sqrt(sum_d q_d^2 spread_d) above that. That is about the q k of the block's
+// best key. Quest's bound by the least and the largest of each element, which Fluxion publishes, is
+// far above any key's q k, and loses facts (src/attention/policies/fluxion/README.md). A head that
+// selects no block or all of them has no scores, and nothing is written for it. Scores by digests
+// that are not numbers are unspecified.
 struct LevelScoresParams {
   const float* q;  // [rows][q_stride], heads * head_dim used, after RoPE
   int64_t q_stride;
@@ -209,6 +236,7 @@ struct LevelScoresParams {
   int64_t score_stride;   // >= the end of the longest row's blocks at level 0
   int32_t rows;
   int32_t heads;
+  int32_t head_dim;
 };
 
 // Selects for each query head the blocks[row][h] blocks of its list's level with the highest

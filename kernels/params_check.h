@@ -65,7 +65,7 @@ SLUICE_PLAIN_PARAMS(LevelDigestsParams, 328);
 SLUICE_PLAIN_PARAMS(AnchorStatisticsParams, 368);
 SLUICE_PLAIN_PARAMS(PredictBudgetsParams, 192);
 SLUICE_PLAIN_PARAMS(PlanRetrievalParams, 80);
-SLUICE_PLAIN_PARAMS(LevelScoresParams, 296);
+SLUICE_PLAIN_PARAMS(LevelScoresParams, 304);
 SLUICE_PLAIN_PARAMS(SelectUnionParams, 96);
 SLUICE_PLAIN_PARAMS(SegmentListsParams, 224);
 SLUICE_PLAIN_PARAMS(DivideListsParams, 112);

@@ -199,16 +199,24 @@ inline float AnchorScore(const float* q, const LevelDigests& digests, const Dige
                          int64_t slot, int64_t kv_head, int64_t dim) {
   static constexpr E4M3Values kValues = MakeE4M3Values();
   const PagedRows& of_level = digests.of[rows.level];
+  const bool has_spread = HasSpread(of_level, static_cast<int32_t>(dim));
   double best = double{kNegativeInfinity};
   for (int64_t b = rows.begin; b < rows.end; ++b) {
     const auto* pieces =
         static_cast<const uint8_t*>(of_level.base) + RowOffset(of_level, slot, b, kv_head);
+    double of_row = double{kNegativeInfinity}, spreads[4] = {};
     for (int64_t piece = 0; piece < kDigestPieces; ++piece, pieces += dim) {
       double sums[4] = {};
       for (int64_t d = 0; d < dim; ++d) sums[d % 4] += double{q[d]} * kValues.of[pieces[d]];
       const double score = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-      best = score > best ? score : best;
+      of_row = score > of_row ? score : of_row;
     }
+    for (int64_t d = 0; has_spread && d < dim; ++d) {
+      spreads[d % 4] += double{q[d]} * double{q[d]} * kValues.of[pieces[d]];
+    }
+    const double spread = (spreads[0] + spreads[1]) + (spreads[2] + spreads[3]);
+    of_row += double{kFluxionDeviations} * __builtin_sqrt(spread > 0 ? spread : 0);
+    best = of_row > best ? of_row : best;
   }
   return static_cast<float>(best);
 }
@@ -335,17 +343,14 @@ void MeasureAnchors(const AnchorStatisticsParams& p, Worker worker) {
 template <class S>
 void AnchorStatistics(const AnchorStatisticsParams& p, Worker worker) {
   const PagedCache& c = p.cache;
-  bool valid = c.head_dim % 16 == 0 && c.head_dim <= kMaxHeadDim && p.heads % c.kv_heads == 0 &&
-               c.block_tokens % kAnchorUnitTokens == 0 && c.ring_blocks == 0 &&
-               c.head_tables == nullptr;
-  for (const PagedRows& digests : p.digests.of) {
-    valid = valid && (digests.base == nullptr || (digests.type == DType::kFloat8E4M3 &&
-                                                  digests.dim == kDigestPieces * c.head_dim));
-  }
+  const bool valid = c.head_dim % 16 == 0 && c.head_dim <= kMaxHeadDim &&
+                     p.heads % c.kv_heads == 0 && c.block_tokens % kAnchorUnitTokens == 0 &&
+                     c.ring_blocks == 0 && c.head_tables == nullptr &&
+                     AreDigests(p.digests, c.head_dim);
   if (!valid) {
     KernelCheckFailed(
-        "anchor_statistics: head_dim a multiple of 16 up to 256, blocks of a "
-        "multiple of 16 tokens, no ring, digests in e4m3");
+        "anchor_statistics: head_dim a multiple of 16 up to 256, blocks of a multiple of 16 "
+        "tokens, no ring, digests in e4m3, a spread at level 0 alone");
   }
   if (c.type == DType::kFloat32) {
     MeasureAnchors<S, float>(p, worker);

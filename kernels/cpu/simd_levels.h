@@ -14,27 +14,40 @@ inline constexpr int64_t kChunkUnits = kFluxionLargestBlock / kUnitTokens;
 inline constexpr int64_t kDigestPieceTokens = kUnitTokens / kDigestPieces;
 inline constexpr int64_t kChunkPieces = kFluxionLargestBlock / kDigestPieceTokens;
 
-// The pieces of a chunk, as floats.
+// The pieces of a chunk, and the spreads of its blocks of level 0, as floats.
 struct ChunkPieces {
   alignas(64) float of[kChunkPieces][kMaxHeadDim];
+  alignas(64) float spreads[kChunkUnits][kMaxHeadDim];
 };
 
-// Makes a piece of level 0, the mean of the tokens from `begin` on less the centre, which may be
-// null.
+// Makes the pieces of a unit, the means of each four of the tokens from `begin` on less the centre,
+// which may be null, and its spread if that is not null.
 template <class S, typename T>
-void MakePiece(const PagedCache& c, int64_t slot, int64_t head, int64_t begin, const float* centre,
-               float* piece) {
-  const T* keys[kDigestPieceTokens];
-  for (int64_t t = 0; t < kDigestPieceTokens; ++t) {
+void MakePieces(const PagedCache& c, int64_t slot, int64_t head, int64_t begin, const float* centre,
+                float (*pieces)[kMaxHeadDim], float* spread) {
+  using F = typename S::F;
+  const T* keys[kUnitTokens];
+  for (int64_t t = 0; t < kUnitTokens; ++t) {
     keys[t] = static_cast<const T*>(c.base) + KeyIndex(c, slot, begin + t, head);
   }
-  constexpr float kShare = 1.0f / kDigestPieceTokens;
+  const F share = S::Set1(1.0f / kDigestPieceTokens);
   for (int64_t d = 0; d < c.head_dim; d += S::kWidth) {
-    typename S::F sum = LoadElements<S>(keys[0] + d);
-    for (int64_t t = 1; t < kDigestPieceTokens; ++t)
-      sum = S::Add(sum, LoadElements<S>(keys[t] + d));
-    const typename S::F of_all = centre != nullptr ? S::Load(centre + d) : S::Set1(0.0f);
-    S::Store(piece + d, S::Sub(S::Mul(sum, S::Set1(kShare)), of_all));
+    const F of_all = centre != nullptr ? S::Load(centre + d) : S::Set1(0.0f);
+    F squares = S::Set1(0.0f);
+    for (int64_t piece = 0; piece < kDigestPieces; ++piece) {
+      const T* const* const of_piece = keys + piece * kDigestPieceTokens;
+      F sum = LoadElements<S>(of_piece[0] + d);
+      for (int64_t t = 1; t < kDigestPieceTokens; ++t) {
+        sum = S::Add(sum, LoadElements<S>(of_piece[t] + d));
+      }
+      const F mean = S::Mul(sum, share);
+      for (int64_t t = 0; spread != nullptr && t < kDigestPieceTokens; ++t) {
+        const F off = S::Sub(LoadElements<S>(of_piece[t] + d), mean);
+        squares = S::Fma(off, off, squares);
+      }
+      S::Store(pieces[piece] + d, S::Sub(mean, of_all));
+    }
+    if (spread != nullptr) S::Store(spread + d, S::Mul(squares, S::Set1(1.0f / kUnitTokens)));
   }
 }
 
@@ -54,16 +67,18 @@ inline void PutDigests(const PagedRows& rows, int64_t slot, int64_t head, int64_
   for (int64_t i = first / kDigestPieces; i < count; ++i) {
     auto* const out =
         static_cast<uint8_t*>(rows.base) + RowOffset(rows, slot, chunk * count + i, head);
-    for (int64_t j = 0; j < kDigestPieces; ++j) {
+    for (int64_t j = 0; j < rows.dim / dim; ++j) {
       int64_t piece = i * kDigestPieces + j;
       if (piece < first) piece += kDigestPieces / 2;
-      for (int64_t d = 0; d < dim; ++d) out[j * dim + d] = FloatToE4M3(pieces.of[piece][d]);
+      const float* const from = j == kDigestPieces ? pieces.spreads[i] : pieces.of[piece];
+      for (int64_t d = 0; d < dim; ++d) out[j * dim + d] = FloatToE4M3(from[d]);
     }
   }
 }
 
-// Keys are read once, for the smallest pieces; the others are joined from these, level by level. A
-// row that has a complete chunk has a whole sink, so none of the smallest blocks straddles its end.
+// Keys are read once, for the smallest blocks; other pieces are joined from theirs, level by level.
+// A row that has a complete chunk has a whole sink, so none of the smallest blocks straddles its
+// end.
 template <class S>
 void DigestChunk(const LevelDigestsParams& p, int64_t row, int64_t chunk, int64_t head) {
   const PagedCache& c = p.cache;
@@ -72,13 +87,16 @@ void DigestChunk(const LevelDigestsParams& p, int64_t row, int64_t chunk, int64_
       p.centres == nullptr ? nullptr : p.centres + (slot * c.kv_heads + head) * dim;
   const int64_t sink = SegmentsOf(p.positions[row]).sink;
   int64_t first = Max(sink / kDigestPieceTokens - chunk * kChunkPieces, 0);
+  const bool has_spread = HasSpread(p.digests.of[0], c.head_dim);
   ChunkPieces pieces;
-  for (int64_t i = first; i < kChunkPieces; ++i) {
-    const int64_t begin = (chunk * kChunkPieces + i) * kDigestPieceTokens;
+  for (int64_t i = first / kDigestPieces; i < kChunkUnits; ++i) {
+    const int64_t begin = (chunk * kChunkUnits + i) * kUnitTokens;
+    float(*const of_unit)[kMaxHeadDim] = pieces.of + i * kDigestPieces;
+    float* const spread = has_spread ? pieces.spreads[i] : nullptr;
     if (c.type == DType::kFloat32) {
-      MakePiece<S, float>(c, slot, head, begin, centre, pieces.of[i]);
+      MakePieces<S, float>(c, slot, head, begin, centre, of_unit, spread);
     } else {
-      MakePiece<S, uint16_t>(c, slot, head, begin, centre, pieces.of[i]);
+      MakePieces<S, uint16_t>(c, slot, head, begin, centre, of_unit, spread);
     }
   }
   for (int32_t level = 0; level < kFluxionLevels; ++level) {
@@ -96,9 +114,10 @@ void DigestChunk(const LevelDigestsParams& p, int64_t row, int64_t chunk, int64_
 template <class S>
 void LevelDigests(const LevelDigestsParams& p, Worker worker) {
   const PagedCache& c = p.cache;
-  if (c.head_dim % 16 != 0 || c.head_dim > kMaxHeadDim ||
-      p.digests.of[0].type != DType::kFloat8E4M3) {
-    KernelCheckFailed("level_digests: head_dim a multiple of 16 up to 256, digests in e4m3");
+  if (c.head_dim % 16 != 0 || c.head_dim > kMaxHeadDim || !AreDigests(p.digests, c.head_dim)) {
+    KernelCheckFailed(
+        "level_digests: head_dim a multiple of 16 up to 256, digests of it in e4m3, a spread at "
+        "level 0 alone");
   }
   const auto first_chunk = [&](int64_t r) {
     const int32_t first = p.first_positions != nullptr ? p.first_positions[r] : p.positions[r];
@@ -122,11 +141,12 @@ void LevelDigests(const LevelDigestsParams& p, Worker worker) {
   }
 }
 
-// The query heads of one list that have scores, up to kScoreHeads at a time.
+// The query heads of one list that have scores, up to kScoreHeads at a time: for each the query,
+// which pieces are multiplied with, then its squares, for the spreads.
 struct LevelQueries {
   int64_t count = 0;          // heads taken
   int64_t item[kScoreHeads];  // row * heads + h
-  alignas(64) float of[kScoreHeads * kMaxHeadDim];
+  alignas(64) float of[kScoreHeads * kMaxRowDim];
 
   // Takes heads from h on, of those before `end` in the row, and returns the first not looked at.
   int64_t Take(const LevelScoresParams& p, int64_t row, int64_t h, int64_t end, int64_t all,
@@ -135,23 +155,37 @@ struct LevelQueries {
     for (; h < end && count < kScoreHeads; ++h) {
       const int32_t selected = p.blocks[row * p.heads + h];
       if (selected <= 0 || selected >= all) continue;
-      __builtin_memcpy(of + count * dim, p.q + row * p.q_stride + h * dim,
-                       sizeof(float) * static_cast<size_t>(dim));
+      const float* const q = p.q + row * p.q_stride + h * dim;
+      float* const out = of + count * 2 * dim;
+      for (int64_t d = 0; d < dim; ++d) {
+        out[d] = q[d];
+        out[dim + d] = q[d] * q[d];
+      }
       item[count++] = row * p.heads + h;
     }
     return h;
   }
 };
 
-// Raises best[h] to the scores of the pieces in one row of digests.
+// Raises best[h] to the scores of one row of digests.
 template <class S>
-void ScorePieces(const LevelQueries& queries, const uint8_t* row, int64_t dim, float* best) {
-  float scores[kScoreHeads];
+void ScoreRow(const LevelQueries& queries, const uint8_t* row, int64_t dim, bool has_spread,
+              float* best) {
+  float pieces[kDigestPieces][kScoreHeads], spreads[kScoreHeads] = {};
   for (int64_t piece = 0; piece < kDigestPieces; ++piece) {
-    DotRow<S>(queries.of, queries.count, dim, row + piece * dim, dim, scores, 1);
-    for (int64_t h = 0; h < queries.count; ++h) {
-      best[h] = scores[h] > best[h] ? scores[h] : best[h];
+    DotRow<S>(queries.of, queries.count, 2 * dim, row + piece * dim, dim, pieces[piece], 1);
+  }
+  if (has_spread) {
+    DotRow<S>(queries.of + dim, queries.count, 2 * dim, row + kDigestPieces * dim, dim, spreads, 1);
+  }
+  for (int64_t h = 0; h < queries.count; ++h) {
+    float score = pieces[0][h];
+    for (int64_t piece = 1; piece < kDigestPieces; ++piece) {
+      score = pieces[piece][h] > score ? pieces[piece][h] : score;
     }
+    const float spread = spreads[h] > 0 ? spreads[h] : 0;
+    score += kFluxionDeviations * __builtin_sqrtf(spread);
+    best[h] = score > best[h] ? score : best[h];
   }
 }
 
@@ -160,6 +194,7 @@ template <class S>
 void ScoreBlocks(const LevelScoresParams& p, const FluxionSegments& segments, int32_t level,
                  int64_t slot, int64_t kv_head, const LevelQueries& queries, int64_t begin,
                  int64_t end) {
+  const bool has_spread = HasSpread(p.digests.of[0], p.head_dim);
   for (int64_t block = begin; block < end; ++block) {
     const DigestRows rows = RowsOfBlock(p.digests, segments, level, static_cast<int32_t>(block));
     const PagedRows& digests = p.digests.of[rows.level];
@@ -176,7 +211,7 @@ void ScoreBlocks(const LevelScoresParams& p, const FluxionSegments& segments, in
         const uint8_t* const ahead = row_at(b + kAhead);
         for (int64_t i = 0; i < digests.dim; i += 64) __builtin_prefetch(ahead + i);
       }
-      ScorePieces<S>(queries, row_at(b), digests.dim / kDigestPieces, best);
+      ScoreRow<S>(queries, row_at(b), p.head_dim, has_spread, best);
     }
     for (int64_t h = 0; h < queries.count; ++h) {
       p.scores[queries.item[h] * p.score_stride + block] = best[h];
@@ -187,11 +222,13 @@ void ScoreBlocks(const LevelScoresParams& p, const FluxionSegments& segments, in
 // The blocks of all lists that have scores are taken in order, cut into equal shares.
 template <class S>
 void LevelScores(const LevelScoresParams& p, Worker worker) {
-  const int64_t dim = p.digests.of[0].dim / kDigestPieces;
+  const int64_t dim = p.head_dim;
   const int64_t kv_heads = p.digests.of[0].kv_heads;
   const int64_t group = p.heads / kv_heads, lists = p.rows * kv_heads;
-  if (dim % 16 != 0 || dim > kMaxHeadDim || p.digests.of[0].type != DType::kFloat8E4M3) {
-    KernelCheckFailed("level_scores: head_dim a multiple of 16 up to 256, digests in e4m3");
+  if (dim % 16 != 0 || dim > kMaxHeadDim || !AreDigests(p.digests, p.head_dim)) {
+    KernelCheckFailed(
+        "level_scores: head_dim a multiple of 16 up to 256, digests of it in e4m3, a spread at "
+        "level 0 alone");
   }
   const auto blocks_of = [&](int64_t list) {
     const int64_t r = list / kv_heads;

@@ -154,8 +154,8 @@ class HeadAttention {
     if (count == 0) return 0;
     std::vector<float> scores;
     for (int64_t b = 0; b < count; ++b) {
-      scores.push_back(
-          BlockScore(q_, p_.digests, segments_, level, rows_.slot, first + b, rows_.head));
+      scores.push_back(BlockScore(q_, p_.digests, p_.cache.head_dim, segments_, level, rows_.slot,
+                                  first + b, rows_.head));
     }
     std::vector<int64_t> order(static_cast<size_t>(count));
     std::iota(order.begin(), order.end(), int64_t{0});

@@ -16,19 +16,23 @@ void WriteDigest(const LevelDigestsParams& p, int64_t sink, int32_t level, int64
   const PagedRows& digests = p.digests.of[level];
   const int64_t dim = c.head_dim, tokens = LevelTokens(level) / kDigestPieces;
   auto* const row = static_cast<uint8_t*>(digests.base) + RowOffset(digests, slot, block, head);
-  for (int64_t piece = 0; piece < kDigestPieces; ++piece) {
-    int64_t begin = block * LevelTokens(level) + piece * tokens;
-    if (begin < sink) begin += 2 * tokens;
-    for (int64_t d = 0; d < dim; ++d) {
-      double sum = 0;
+  for (int64_t d = 0; d < dim; ++d) {
+    const auto key = [&](int64_t t) { return Get(c.base, c.type, KeyIndex(c, slot, t, head) + d); };
+    const double centre =
+        p.centres == nullptr ? 0 : double{p.centres[(slot * c.kv_heads + head) * dim + d]};
+    double spread = 0;
+    for (int64_t piece = 0; piece < kDigestPieces; ++piece) {
+      int64_t begin = block * LevelTokens(level) + piece * tokens;
+      if (begin < sink) begin += 2 * tokens;
+      double mean = 0;
+      for (int64_t t = begin; t < begin + tokens; ++t) mean += key(t) / static_cast<double>(tokens);
       for (int64_t t = begin; t < begin + tokens; ++t) {
-        sum += Get(c.base, c.type, KeyIndex(c, slot, t, head) + d);
+        spread += (key(t) - mean) * (key(t) - mean) / static_cast<double>(kDigestPieces * tokens);
       }
-      const double centre =
-          p.centres == nullptr ? 0 : double{p.centres[(slot * c.kv_heads + head) * dim + d]};
-      const double mean = sum / static_cast<double>(tokens) - centre;
-      row[piece * dim + d] = FloatToE4M3(static_cast<float>(mean));
+      row[piece * dim + d] = FloatToE4M3(static_cast<float>(mean - centre));
     }
+    if (!HasSpread(digests, c.head_dim)) continue;
+    row[kDigestPieces * dim + d] = FloatToE4M3(static_cast<float>(spread));
   }
 }
 
@@ -59,13 +63,13 @@ struct ScoredList {
 
 // Writes the scores of one block for the heads that want some.
 void ScoreBlock(const LevelScoresParams& p, const ScoredList& list, int64_t block) {
-  const int64_t dim = p.digests.of[0].dim / kDigestPieces;
+  const int64_t dim = p.head_dim;
   const float* const q = p.q + list.row * p.q_stride;
   for (int64_t h = list.kv_head * list.group; h < (list.kv_head + 1) * list.group; ++h) {
     if (!list.Wants(p, h)) continue;
     p.scores[(list.row * p.heads + h) * p.score_stride + block] =
-        BlockScore(q + h * dim, p.digests, SegmentsOf(p.positions[list.row]), list.level,
-                   p.slots[list.row], block, list.kv_head);
+        BlockScore(q + h * dim, p.digests, p.head_dim, SegmentsOf(p.positions[list.row]),
+                   list.level, p.slots[list.row], block, list.kv_head);
   }
 }
 

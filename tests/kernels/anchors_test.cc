@@ -42,10 +42,12 @@ struct AnchorInput {
         cache(rows, (longest - 1) / c.block_tokens + 1, c.block_tokens, c.kv_heads, c.head_dim,
               random),
         q(NormalBuffer<float>(rows * q_stride, random, 0.3f)),
-        levels(random() % 2 == 0 ? kFluxionLevels : 1) {
+        levels(random() % 3 == 0 ? kFluxionLevels : 1),
+        spread(levels == 1 && random() % 2 == 0) {
     for (int32_t level = 0; level < kFluxionLevels; ++level) {
       digests.emplace_back(rows, longest / LevelTokens(level) + 1, 3 + level,
-                           kDigestPieces * c.head_dim, c.kv_heads, random);
+                           (spread ? kDigestVectors : kDigestPieces) * c.head_dim, c.kv_heads,
+                           random);
     }
     for (int32_t r = 0; r < rows; ++r) {
       const int32_t tokens = c.tokens[static_cast<size_t>(r)];
@@ -81,10 +83,10 @@ struct AnchorInput {
       float* const of_head = Query(row, head * c.group + g);
       for (size_t d = 0; d < sought.size(); ++d) of_head[d] += strength * sought[d];
     }
-    PutDigests(slot, positions[row] + 1, head);
+    PutDigests(slot, positions[row] + 1, head, random);
   }
 
-  void PutDigests(int64_t slot, int32_t tokens, int32_t head) {
+  void PutDigests(int64_t slot, int32_t tokens, int32_t head, Random& random) {
     const int64_t dim = c.head_dim;
     for (int32_t level = 0; level < kFluxionLevels; ++level) {
       const int64_t length = LevelTokens(level);
@@ -95,6 +97,13 @@ struct AnchorInput {
           int64_t begin = b * length + piece * length / kDigestPieces;
           if (begin < kFluxionSinkTokens) begin += length / 2;
           PutPiece(slot, head, begin, begin + length / kDigestPieces, row + piece * dim);
+        }
+        // Any spread will do here: scores need not be those of the keys. Blocks have more of it and
+        // less, so that it changes their order.
+        const float most = static_cast<float>(random() % 100) * 0.01f;
+        for (int64_t d = 0; spread && d < dim; ++d) {
+          const float share = static_cast<float>(random() % 100) * 0.01f;
+          row[kDigestPieces * dim + d] = FloatToE4M3(most * share);
         }
       }
     }
@@ -142,6 +151,7 @@ struct AnchorInput {
   std::vector<TestRows<uint8_t>> digests;
   Guarded<float> q;
   const size_t levels;  // that have digests
+  const bool spread;    // of digests
 };
 
 struct AnchorResults {
@@ -213,7 +223,12 @@ class Direct {
       }
       best = std::max(best, sum);
     }
-    return best;
+    double spread = 0;
+    for (int32_t d = 0; in_.spread && d < in_.c.head_dim; ++d) {
+      spread += double{Query()[d]} * double{Query()[d]} *
+                E4M3ToFloat(digest[kDigestPieces * in_.c.head_dim + d]);
+    }
+    return best + double{kFluxionDeviations} * std::sqrt(spread);
   }
   // Returns the errors of all prefixes but the longest one.
   std::vector<double> Errors(int32_t level) const {
@@ -400,7 +415,7 @@ void TestEqualTokens(const KernelTable& table, Random& random) {
       std::copy_n(in.cache.Key(0, 0, 0) + part, 64, in.cache.Key(0, t, 0) + part);
     }
   }
-  in.PutDigests(0, in.longest, 0);
+  in.PutDigests(0, in.longest, 0, random);
   AnchorResults got(in);
   RunWorkers(table.anchor_statistics, got.In(in.Params()), 1);
   for (const int64_t i : {4, 8}) {
@@ -428,7 +443,7 @@ void TestFarScores(const KernelTable& table, Random& random) {
         in.cache.Key(0, t, 0)[d] = high ? 3.0f : 0.01f * static_cast<float>(t % 7);
       }
     }
-    in.PutDigests(0, in.longest, 0);
+    in.PutDigests(0, in.longest, 0, random);
     AnchorResults got(in), want(in);
     RunWorkers(Reference().anchor_statistics, want.In(in.Params()), 1);
     RunWorkers(table.anchor_statistics, got.In(in.Params()), 1);

@@ -57,12 +57,11 @@ void RunRowsAlone(const KernelTable& table, const LevelScoresParams& all, int32_
 }
 
 void CheckLevelScores(const KernelTable& table, int32_t group, int32_t head_dim, int32_t tokens,
-                      bool only_first, Random& random) {
+                      DigestsOf of, Random& random) {
   constexpr int32_t kKvHeads = ScoresInput::kKvHeads, kScoreSlots = 8;
-  INFO("group " << group << " head_dim " << head_dim << " tokens " << tokens
-                << (only_first ? ", level 0 alone has digests" : ""));
+  INFO("group " << group << " head_dim " << head_dim << " tokens " << tokens << ", " << Name(of));
   const ScoresInput in(group, head_dim, tokens, random);
-  TestLevels digests(kScoreSlots, tokens, head_dim, kKvHeads, random, only_first);
+  TestLevels digests(kScoreSlots, tokens, head_dim, kKvHeads, random, of);
   digests.Fill(random);
   const int64_t stride = tokens / LevelTokens(0) + 3, size = in.kRows * in.heads * stride;
   LevelScoresParams p = {.q = in.q.data(),
@@ -75,7 +74,8 @@ void CheckLevelScores(const KernelTable& table, int32_t group, int32_t head_dim,
                          .scores = nullptr,
                          .score_stride = stride,
                          .rows = in.kRows,
-                         .heads = in.heads};
+                         .heads = in.heads,
+                         .head_dim = head_dim};
   Guarded<float> want(size);
   p.scores = want.data();
   RunWorkers(Reference().level_scores, p, 1);
@@ -101,24 +101,25 @@ void CheckLevelScores(const KernelTable& table, int32_t group, int32_t head_dim,
 }
 
 void TestLevelScores(const KernelTable& table, Random& random) {
-  for (const bool only_first : {false, true}) {
+  for (const DigestsOf of : kAllDigests) {
     for (int32_t group : {1, 3, 4, 7, 8}) {
-      CheckLevelScores(table, group, 64, 1280, only_first, random);
-      CheckLevelScores(table, group, 16, 1024, only_first, random);
+      CheckLevelScores(table, group, 64, 1280, of, random);
+      CheckLevelScores(table, group, 16, 1024, of, random);
     }
     for (int32_t head_dim : {16, 80, 128, 256}) {
-      CheckLevelScores(table, 5, head_dim, 2048, only_first, random);
+      CheckLevelScores(table, 5, head_dim, 2048, of, random);
     }
-    CheckLevelScores(table, 12, 64, 1280, only_first, random);
-    CheckLevelScores(table, 4, 64, 20480, only_first, random);
+    CheckLevelScores(table, 12, 64, 1280, of, random);
+    CheckLevelScores(table, 4, 64, 20480, of, random);
   }
 }
 SLUICE_TEST_LEVELS("level scores agree with the reference, and are a row's own", TestLevelScores)
 
 // A head's scores have the same bits whichever other heads of its group want some.
-void TestHeadsAlone(const KernelTable& table, Random& random) {
+void CheckHeadsAlone(const KernelTable& table, DigestsOf of, Random& random) {
+  INFO(Name(of));
   constexpr int32_t kGroup = 7, kDim = 128, kAll = 2048;
-  TestLevels digests(1, kAll, kDim, 1, random);
+  TestLevels digests(1, kAll, kDim, 1, random, of);
   digests.Fill(random);
   const auto q = NormalBuffer<float>(kGroup * kDim, random);
   const auto slots = BufferOf<int32_t>({0}), positions = BufferOf<int32_t>({kAll - 1});
@@ -130,7 +131,7 @@ void TestHeadsAlone(const KernelTable& table, Random& random) {
     LevelScoresParams p = {
         q.data(),      kGroup * kDim, slots.data(),    positions.data(), digests.view,
         levels.data(), blocks.data(), together.data(), stride,           1,
-        kGroup};
+        kGroup,        kDim};
     RunWorkers(table.level_scores, p, 1);
     p.scores = alone.data();
     for (int32_t h = 0; h < kGroup; ++h) {
@@ -140,6 +141,10 @@ void TestHeadsAlone(const KernelTable& table, Random& random) {
     CHECK(BitDifference(alone.span(), together.span(), stride) == "");
   }
 }
+
+void TestHeadsAlone(const KernelTable& table, Random& random) {
+  for (const DigestsOf of : kAllDigests) CheckHeadsAlone(table, of, random);
+}
 SLUICE_TEST_LEVELS("level scores of a head do not depend on which heads want some", TestHeadsAlone)
 
 // A caller with one list can ask for a part of it.
@@ -147,8 +152,10 @@ TEST_CASE("a worker scores its share of the blocks of a list, on every path of t
           "[kernels][levels]") {
   constexpr int32_t kGroup = 3, kDim = 32, kAll = 2100, kWorkers = 5;
   constexpr int64_t kStride = kAll / 16 + 1;
+  const DigestsOf of = GENERATE(from_range(std::begin(kAllDigests), std::end(kAllDigests)));
+  INFO(Name(of));
   Random random(TestSeed());
-  TestLevels digests(1, kAll, kDim, 2, random);
+  TestLevels digests(1, kAll, kDim, 2, random, of);
   digests.Fill(random);
   const auto q = NormalBuffer<float>(2 * kGroup * kDim, random);
   const auto slots = BufferOf<int32_t>({0}), positions = BufferOf<int32_t>({kAll - 1});
@@ -164,10 +171,12 @@ TEST_CASE("a worker scores its share of the blocks of a list, on every path of t
       for (int worker = 0; worker < kWorkers; ++worker) {
         INFO(table->name << ", level " << level << ", worker " << worker);
         Guarded<float> scores(2 * kGroup * kStride);
-        const LevelScoresParams p = {
-            q.data(),      2 * kGroup * kDim, slots.data(),  positions.data(), digests.view,
-            levels.data(), blocks.data(),     scores.data(), kStride,          1,
-            2 * kGroup};
+        const LevelScoresParams p = {q.data(),      2 * kGroup * kDim,
+                                     slots.data(),  positions.data(),
+                                     digests.view,  levels.data(),
+                                     blocks.data(), scores.data(),
+                                     kStride,       1,
+                                     2 * kGroup,    kDim};
         table->level_scores(p, {worker, kWorkers});
         for (int64_t i = 0; i < scores.size(); ++i) {
           const int64_t head = i / kStride, block = i % kStride - first;

@@ -19,14 +19,31 @@ inline int32_t Pick(Random& random, int32_t from, int32_t to) {
   return from + static_cast<int32_t>(random() % static_cast<uint64_t>(to - from + 1));
 }
 
+// The levels that have digests, and whether these have a spread.
+enum class DigestsOf { kAllLevels, kFirstLevel, kFirstLevelWithSpread };
+inline constexpr DigestsOf kAllDigests[] = {DigestsOf::kAllLevels, DigestsOf::kFirstLevel,
+                                            DigestsOf::kFirstLevelWithSpread};
+
+inline const char* Name(DigestsOf digests) {
+  if (digests == DigestsOf::kAllLevels) return "all levels have digests";
+  return digests == DigestsOf::kFirstLevel ? "level 0 alone has digests"
+                                           : "level 0 alone has digests, with a spread";
+}
+inline int32_t VectorsOf(DigestsOf digests) {
+  return digests == DigestsOf::kFirstLevelWithSpread ? kDigestVectors : kDigestPieces;
+}
+
 // Digests of all levels, or of level 0 alone. They start as all-ones bytes.
 struct TestLevels {
   TestLevels(int32_t of_slots, int32_t of_tokens, int32_t head_dim, int32_t kv_heads,
-             Random& random, bool only_first = false)
-      : slots(of_slots), tokens(of_tokens), levels(only_first ? 1 : kFluxionLevels) {
+             Random& random, DigestsOf digests)
+      : slots(of_slots),
+        tokens(of_tokens),
+        levels(digests == DigestsOf::kAllLevels ? kFluxionLevels : 1),
+        spread_at(kDigestPieces * head_dim) {
     for (int32_t level = 0; level < kFluxionLevels; ++level) {
       of.emplace_back(slots, tokens / LevelTokens(level), Pick(random, 1, 9),
-                      kDigestPieces * head_dim, kv_heads, random);
+                      VectorsOf(digests) * head_dim, kv_heads, random);
       if (level < levels) view.of[level] = of.back().view;
     }
   }
@@ -41,18 +58,21 @@ struct TestLevels {
       }
     }
   }
-  // Fills rows with e4m3 values of any exponent, most of them near 1, and some 0.
+  // Fills rows with e4m3 values of any exponent, most of them near 1; spreads are 0 or more.
   void Fill(Random& random) {
     ForEachRow([&](int32_t level, int64_t slot, int64_t b, int64_t h) {
       TestRows<uint8_t>& rows = of[static_cast<size_t>(level)];
       std::vector<float> values(static_cast<size_t>(rows.view.dim));
       FillNormal(values, random, random() % 8 == 0 ? 0.01f : 1.0f);
       uint8_t* const row = rows.Row(slot, b, h);
-      for (size_t d = 0; d < values.size(); ++d) row[d] = FloatToE4M3(values[d]);
+      for (size_t d = 0; d < values.size(); ++d) {
+        row[d] = FloatToE4M3(d < spread_at ? values[d] : std::fabs(values[d]));
+      }
     });
   }
 
   int32_t slots, tokens, levels;
+  size_t spread_at;  // the first element of a row's spread, if it has one
   std::vector<TestRows<uint8_t>> of;
   LevelDigests view = {};
 };

@@ -59,9 +59,9 @@ struct LevelCopies {
 struct DigestsCase {
   const char* name;
   int32_t block_tokens, kv_heads, head_dim;
-  int32_t ring_blocks;      // if > 0, rows are decode rows
-  bool bulk;                // rows name their first positions
-  bool only_first = false;  // only level 0 has digests
+  int32_t ring_blocks;  // if > 0, rows are decode rows
+  bool bulk;            // rows name their first positions
+  DigestsOf digests = DigestsOf::kAllLevels;
 };
 
 const DigestsCase kDigestsCases[] = {
@@ -73,8 +73,14 @@ const DigestsCase kDigestsCases[] = {
     {"whole sequences, blocks of 48", 48, 1, 16, 0, true},
     {"whole sequences, blocks of 128, head_dim 256", 128, 1, 256, 0, true},
     {"whole sequences, blocks of 16", 16, 2, 128, 0, true},
-    {"whole sequences, level 0 alone", 16, 3, 96, 0, true, true},
-    {"decode rows in a ring, level 0 alone", 32, 2, 64, 5, false, true},
+    {"whole sequences, level 0 alone", 16, 3, 96, 0, true, DigestsOf::kFirstLevel},
+    {"decode rows in a ring, level 0 alone", 32, 2, 64, 5, false, DigestsOf::kFirstLevel},
+    {"whole sequences, spread", 16, 2, 128, 0, true, DigestsOf::kFirstLevelWithSpread},
+    {"whole sequences, spread, blocks of 48", 48, 3, 80, 0, true, DigestsOf::kFirstLevelWithSpread},
+    {"whole sequences, spread, head_dim 256", 64, 1, 256, 0, true,
+     DigestsOf::kFirstLevelWithSpread},
+    {"decode rows, spread", 32, 1, 16, 0, false, DigestsOf::kFirstLevelWithSpread},
+    {"decode rows in a ring, spread", 16, 2, 64, 11, false, DigestsOf::kFirstLevelWithSpread},
 };
 
 constexpr int32_t kSlots = 6, kTokens = 1024;
@@ -117,13 +123,35 @@ void CheckOnePiece(TestCache<T>& cache, TestLevels& levels, const float* centres
   }
 }
 
+// Checks by hand the spread of a digest of level 0: the mean, over its pieces, of half the mean
+// square of the differences of all pairs of a piece's keys.
+template <typename T>
+void CheckOneSpread(TestCache<T>& cache, TestLevels& levels, int64_t slot, int64_t block) {
+  constexpr int64_t kPiece = LevelTokens(0) / kDigestPieces;
+  const int64_t dim = cache.view.head_dim, head = cache.view.kv_heads - 1;
+  const uint8_t* const digest = levels.of[0].Row(slot, block, head);
+  for (int64_t d = 0; d < dim; ++d) {
+    double squares = 0;
+    for (int64_t i = 0; i < LevelTokens(0); ++i) {
+      for (int64_t j = i / kPiece * kPiece; j < i; ++j) {
+        const int64_t t = block * LevelTokens(0) + i, u = block * LevelTokens(0) + j;
+        const double off = Value(cache.Key(slot, t, head)[d]) - Value(cache.Key(slot, u, head)[d]);
+        squares += off * off;
+      }
+    }
+    const double spread = squares / (kPiece * kPiece * kDigestPieces);
+    const double got = E4M3ToFloat(digest[kDigestPieces * dim + d]);
+    REQUIRE(std::fabs(got - spread) <= std::max(0x1p-10, spread / 16) + 1e-5);
+  }
+}
+
 template <typename T>
 void CheckDigests(const KernelTable& table, const DigestsCase& c, Random& random) {
   INFO(c.name << ", " << sizeof(T) << " bytes an element");
   TestCache<T> cache(kSlots, kTokens / c.block_tokens + 1, c.block_tokens, c.kv_heads, c.head_dim,
                      random, c.ring_blocks);
   FillKeys(cache, random);
-  TestLevels want(kSlots, kTokens, c.head_dim, c.kv_heads, random, c.only_first);
+  TestLevels want(kSlots, kTokens, c.head_dim, c.kv_heads, random, c.digests);
   auto centres = NormalBuffer<float>(int64_t{kSlots} * c.kv_heads * c.head_dim, random, 30.0f);
   // Rows that complete the first chunk and a later one, that lie just beside the end of a chunk,
   // and that are shorter than the sink.
@@ -145,7 +173,8 @@ void CheckDigests(const KernelTable& table, const DigestsCase& c, Random& random
     RunThreads(table.level_digests, p, workers);
     for (size_t level = 0; level < again.data.size(); ++level) {
       CHECK(again.data[level].Damage() == "");
-      CHECK(BitDifference(again.data[level].span(), got.data[level].span(), 4 * c.head_dim) == "");
+      CHECK(BitDifference(again.data[level].span(), got.data[level].span(), want.view.of[0].dim) ==
+            "");
     }
   }
   // Pieces that were rounded before they are joined would show in far more elements.
@@ -156,13 +185,14 @@ void CheckDigests(const KernelTable& table, const DigestsCase& c, Random& random
   // half twice, and a chunk that is not complete has none.
   const float* const all = centres.data();
   CheckOnePiece(cache, want, all, 0, 1, 55, 3, 55 * 16 + 12, 56 * 16);
-  if (!c.only_first) {
+  if (c.digests == DigestsOf::kFirstLevelWithSpread) CheckOneSpread(cache, want, 1, 55);
+  if (c.digests == DigestsOf::kAllLevels) {
     for (int64_t piece : {0, 2}) CheckOnePiece(cache, want, all, 3, 3, 0, piece, 64, 96);
     for (int64_t piece : {1, 3}) CheckOnePiece(cache, want, all, 3, 3, 0, piece, 96, 128);
     CheckOnePiece(cache, want, all, 2, 3, 1, 1, 80, 96);
     CheckOnePiece(cache, want, all, 1, 1, 26, 0, 26 * 32, 26 * 32 + 8);
   }
-  const Guarded<uint8_t> untouched(int64_t{kDigestPieces} * c.head_dim);
+  const Guarded<uint8_t> untouched(want.view.of[0].dim);
   for (int32_t level = 0; level < want.levels; ++level) {
     auto& rows = want.of[static_cast<size_t>(level)];
     const auto is_untouched = [&](int64_t slot, int64_t block) {
@@ -187,12 +217,13 @@ SLUICE_TEST_LEVELS("level digests are near, and leave out the sink and what is n
 
 // A sequence grows token by token in a ring of 256 + 128 tokens; its digests are those of its whole
 // cache.
-void TestDigestsGrow(const KernelTable& table, Random& random) {
+void CheckDigestsGrow(const KernelTable& table, DigestsOf digests, Random& random) {
+  INFO(Name(digests));
   constexpr int32_t kLast = 700, kHeads = 2, kDim = 32;
   TestCache<uint16_t> whole(1, kTokens / 32, 32, kHeads, kDim, random);
   TestCache<uint16_t> ring(1, 12, 32, kHeads, kDim, random, 12);
   whole.Fill(random);
-  TestLevels want(1, kTokens, kDim, kHeads, random);
+  TestLevels want(1, kTokens, kDim, kHeads, random, digests);
   LevelCopies grown(want);
   const auto slots = BufferOf<int32_t>({0}), first = BufferOf<int32_t>({0});
   auto positions = BufferOf<int32_t>({kLast});
@@ -210,20 +241,25 @@ void TestDigestsGrow(const KernelTable& table, Random& random) {
   }
   CHECK(grown.DifferenceFrom(want) == "");
 }
+
+void TestDigestsGrow(const KernelTable& table, Random& random) {
+  for (const DigestsOf digests : kAllDigests) CheckDigestsGrow(table, digests, random);
+}
 SLUICE_TEST_LEVELS("level digests extended token by token in a ring are those of the whole",
                    TestDigestsGrow)
 
 // Keys of one unit and head are not finite: digests of blocks with this unit are unspecified, and
 // all others stay as they were.
 template <typename T>
-void CheckUnitNotFinite(const KernelTable& table, Random& random) {
+void CheckUnitNotFinite(const KernelTable& table, DigestsOf digests, Random& random) {
+  INFO(Name(digests));
   constexpr int32_t kUnit = 21, kHeads = 2, kDim = 64, kAll = 512;
   const T bad[] = {std::is_same_v<T, float> ? T(INFINITY) : T(0x7F80),
                    std::is_same_v<T, float> ? T(-INFINITY) : T(0xFF80),
                    std::is_same_v<T, float> ? T(NAN) : T(0x7FC0)};
   TestCache<T> cache(1, kAll / 32, 32, kHeads, kDim, random);
   cache.Fill(random);
-  TestLevels want(1, kAll, kDim, kHeads, random);
+  TestLevels want(1, kAll, kDim, kHeads, random, digests);
   LevelCopies got(want);
   const auto slots = BufferOf<int32_t>({0}), first = BufferOf<int32_t>({0});
   const auto positions = BufferOf<int32_t>({kAll - 1});
@@ -237,19 +273,22 @@ void CheckUnitNotFinite(const KernelTable& table, Random& random) {
   }
   p.digests = got.view;
   RunWorkers(table.level_digests, p, 2);
-  for (int32_t level = 0; level < kFluxionLevels; ++level) {
+  const auto row_bytes = static_cast<size_t>(want.view.of[0].dim);
+  for (int32_t level = 0; level < want.levels; ++level) {
     const int64_t block = kUnit >> level;
     uint8_t* const of_got = got.Row(level, 0, block, 0);
     const uint8_t* const of_want = want.of[static_cast<size_t>(level)].Row(0, block, 0);
-    CHECK(std::memcmp(of_got, of_want, kDigestPieces * kDim) != 0);
-    std::copy_n(of_want, kDigestPieces * kDim, of_got);
+    CHECK(std::memcmp(of_got, of_want, row_bytes) != 0);
+    std::copy_n(of_want, row_bytes, of_got);
   }
   CHECK(got.DifferenceFrom(want) == "");
 }
 
 void TestUnitNotFinite(const KernelTable& table, Random& random) {
-  CheckUnitNotFinite<uint16_t>(table, random);
-  CheckUnitNotFinite<float>(table, random);
+  for (const DigestsOf digests : kAllDigests) {
+    CheckUnitNotFinite<uint16_t>(table, digests, random);
+    CheckUnitNotFinite<float>(table, digests, random);
+  }
 }
 SLUICE_TEST_LEVELS("level digests of other blocks do not change where keys are not finite",
                    TestUnitNotFinite)

@@ -16,12 +16,7 @@ bool IsValid(const AnchorStatisticsParams& p) {
   if (c.head_dim <= 0 || c.head_dim % 16 != 0 || c.head_dim > kAnchorMaxDim) return false;
   if (c.block_tokens <= 0 || c.block_tokens % kAnchorUnitTokens != 0) return false;
   if (c.ring_blocks != 0 || c.head_tables != nullptr || !HasAlignedKeys(c)) return false;
-  for (const PagedRows& digests : p.digests.of) {
-    if (digests.base == nullptr && &digests != &p.digests.of[0]) continue;
-    if (digests.type != DType::kFloat8E4M3 || digests.dim != kDigestPieces * c.head_dim) {
-      return false;
-    }
-  }
+  if (!AreDigests(p.digests, c.head_dim)) return false;
   return (c.type == DType::kFloat32 || c.type == DType::kBFloat16) && AreAligned(8, p.scratch);
 }
 

@@ -16,13 +16,22 @@ inline constexpr int kWalkWarps = kWalkThreads / 32;
 inline constexpr int kWalkTurn = 16;
 inline constexpr int kMostUnits = kFluxionLargestBlock / kAnchorUnitTokens;  // of a block
 
-// Returns in every lane the product of a query and a piece of a digest. All lanes call it.
-__device__ __forceinline__ double PieceScore(const float* q, const uint8_t* piece, int dim) {
-  double sum = 0;
+// Returns in every lane a query's score by one row of digests. All lanes call it.
+__device__ __forceinline__ double RowScore(const float* q, const uint8_t* row, int dim,
+                                           bool has_spread) {
+  double pieces[kDigestPieces] = {}, spread = 0;
   for (int d = threadIdx.x % 32; d < dim; d += 32) {
-    sum += double{q[d]} * double{E4M3ToFloat(piece[d])};
+    const double of_q = double{q[d]};
+#pragma unroll
+    for (int i = 0; i < kDigestPieces; ++i) {
+      pieces[i] += of_q * double{E4M3ToFloat(row[i * dim + d])};
+    }
+    if (has_spread) spread += of_q * of_q * double{E4M3ToFloat(row[kDigestPieces * dim + d])};
   }
-  return AnchorWarpSum(sum);
+  double best = -INFINITY;
+  for (const double piece : pieces) best = fmax(best, AnchorWarpSum(piece));
+  if (!has_spread) return best;
+  return best + double{kFluxionDeviations} * sqrt(fmax(AnchorWarpSum(spread), 0.0));
 }
 
 // Writes the keys of the blocks of the cpu segment at a level: the smallest has the highest score,
@@ -30,17 +39,16 @@ __device__ __forceinline__ double PieceScore(const float* q, const uint8_t* piec
 // LevelScores are.
 __device__ __forceinline__ void PutKeys(const LevelDigests& digests,
                                         const FluxionSegments& segments, int level, const float* q,
-                                        int slot, int kv_head, uint64_t* keys) {
-  const int dim = digests.of[0].dim / kDigestPieces, lane = threadIdx.x % 32;
+                                        int dim, int slot, int kv_head, uint64_t* keys) {
+  const bool has_spread = HasSpread(digests.of[0], dim);
+  const int lane = threadIdx.x % 32;
   const int first = FirstBlock(segments, level), count = CpuBlocks(segments, level);
   for (int i = threadIdx.x / 32; i < count; i += kWalkWarps) {
     const DigestRows rows = RowsOfBlock(digests, segments, level, first + i);
     double best = -INFINITY;
     for (int row = rows.begin; row < rows.end; ++row) {
       const uint8_t* const digest = RowAt<uint8_t>(digests.of[rows.level], slot, row, kv_head);
-      for (int piece = 0; piece < kDigestPieces; ++piece) {
-        best = fmax(best, PieceScore(q, digest + piece * dim, dim));
-      }
+      best = fmax(best, RowScore(q, digest, dim, has_spread));
     }
     if (lane == 0) {
       keys[i] =
@@ -185,7 +193,7 @@ __global__ void __launch_bounds__(kWalkThreads)
   }
   uint64_t* const order = AnchorArray<uint64_t>(p, layout.order) + int64_t{head} * layout.blocks +
                           AnchorBlocksBefore(layout.units, level);
-  PutKeys(p.digests, segments, level, p.q + row * p.q_stride + int64_t{head} * dim, slot,
+  PutKeys(p.digests, segments, level, p.q + row * p.q_stride + int64_t{head} * dim, dim, slot,
           head / (p.heads / p.cache.kv_heads), order);
   SortKeys(order, blocks);
 

@@ -1,16 +1,17 @@
-// Digests of blocks at Fluxion's four levels: the means of a block's pieces.
+// Digests of blocks at Fluxion's four levels: the means of a block's pieces, and, where level 0
+// alone has digests, the spread of its keys around them.
 //
 // A thread block takes one chunk of 128 tokens of a KV head at a time. Each thread makes 16 bytes'
-// worth of elements of a piece of four keys, with a load for each key. These pieces meet in shared
-// memory, in float32, and those of larger blocks are made from them there, so that keys are read
-// once. A digest is rounded when it is written, and a larger piece is made from pieces that are not
+// worth of elements of a unit of 16 keys, with a load for each key. Pieces meet in shared memory,
+// in float32, and those of larger blocks are made from them there, so that keys are read once. A
+// digest is rounded when it is written, and a larger piece is made from pieces that are not
 // rounded. Which sums are added in which order depends on nothing, so that a chunk has the same
 // digests in any call.
 //
-// The kernel moves 256 * head_dim bytes of a chunk of bf16 keys and writes 32 * head_dim, or 60 *
-// head_dim where all levels have digests. A decode row has a chunk in one step of 128; its other
-// steps end at a look at its position. How many chunks a whole prompt has is known on the device
-// alone: thread blocks of a fixed grid take every kBulkBlocks-th one.
+// The kernel moves 256 * head_dim bytes of a chunk of bf16 keys and writes 40 * head_dim with
+// spreads, or 60 * head_dim where all levels have digests. A decode row has a chunk in one step of
+// 128; its other steps end at a look at its position. How many chunks a whole prompt has is known
+// on the device alone: thread blocks of a fixed grid take every kBulkBlocks-th one.
 #include "kernels/cuda/common/float8.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
@@ -25,7 +26,7 @@ constexpr int kUnitTokens = LevelTokens(0);
 constexpr int kUnits = kFluxionLargestBlock / kUnitTokens;  // units of a chunk
 constexpr int kPieceTokens = kUnitTokens / kDigestPieces;
 constexpr int kPieces = kFluxionLargestBlock / kPieceTokens;  // pieces of a chunk
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;  // 8 units by 16 pieces of bytes, in bf16 and head_dim 128
 constexpr int kBulkBlocks = 16;
 constexpr int kMaxShared = 48 << 10;
 
@@ -47,54 +48,65 @@ __device__ __forceinline__ void Widen(const uint4& v, float (&x)[8]) {
     x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
   }
 }
-// Adds the next elements of a key to the sums of a piece.
-template <int n>
-__device__ __forceinline__ void AddKey(const uint4& key, float (&sums)[n]) {
-  float x[n];
-  Widen(key, x);
-#pragma unroll
-  for (int i = 0; i < n; ++i) sums[i] += x[i];
-}
-
 // Returns the row of a block's digest.
 __device__ __forceinline__ uint8_t* DigestAt(const PagedRows& digests, int slot, int block,
                                              int head) {
   return RowAt<uint8_t>(digests, slot, block, head);
 }
 
-// Makes the pieces of level 0 from `first` on, writes their digests and, where `shared` is not
-// null, leaves them there: [kPieces][dim]. `centre` may be null. The whole thread block calls it.
+// Rounds some elements to e4m3 and writes them, and writes them to `shared` if it is not null.
+template <int n>
+__device__ __forceinline__ void PutElements(const float (&x)[n], uint8_t* out, float* shared) {
+#pragma unroll
+  for (int e = 0; e < n; e += 4) {
+    const float4 four = {x[e], x[e + 1], x[e + 2], x[e + 3]};
+    *reinterpret_cast<uint32_t*>(out + e) = PackE4M3(four);
+    if (shared != nullptr) *reinterpret_cast<float4*>(shared + e) = four;
+  }
+}
+
+// Makes the digests of the units from `first` on, writes them and, where `shared` is not null,
+// leaves their pieces there: [kPieces][dim]. `centre` may be null. The whole thread block calls it.
 template <typename T>
-__device__ void MakePieces(const LevelDigestsParams& p, int slot, int head, int chunk, int first,
-                           const float* centre, float* shared) {
+__device__ void MakeUnits(const LevelDigestsParams& p, int slot, int head, int chunk, int first,
+                          const float* centre, float* shared) {
   const PagedCache& c = p.cache;
+  const bool has_spread = HasSpread(p.digests.of[0], c.head_dim);
   const int dim = c.head_dim, columns = dim / kElements<T>;
-  for (int i = first * columns + static_cast<int>(threadIdx.x); i < kPieces * columns;
+  for (int i = first * columns + static_cast<int>(threadIdx.x); i < kUnits * columns;
        i += kThreads) {
-    const int piece = i / columns, column = i % columns, at = column * kElements<T>;
-    const int token = (chunk * kPieces + piece) * kPieceTokens, block = token / c.block_tokens;
+    const int unit = i / columns, column = i % columns, at = column * kElements<T>;
+    const int number = chunk * kUnits + unit, token = number * kUnitTokens;
+    const int block = token / c.block_tokens;
     const auto* const keys = reinterpret_cast<const uint4*>(
         BlockKeys<T>(c, slot, block, head) + int64_t{token - block * c.block_tokens} * dim);
-    uint4 v[kPieceTokens];
+    uint4 v[kUnitTokens];
 #pragma unroll
-    for (int t = 0; t < kPieceTokens; ++t) v[t] = keys[t * columns + column];
-    float x[kElements<T>];
-    Widen(v[0], x);
+    for (int t = 0; t < kUnitTokens; ++t) v[t] = keys[t * columns + column];
+    uint8_t* const row = DigestAt(p.digests.of[0], slot, number, head) + at;
+    float squares[kElements<T>] = {};
 #pragma unroll
-    for (int t = 1; t < kPieceTokens; ++t) AddKey(v[t], x);
+    for (int piece = 0; piece < kDigestPieces; ++piece) {
+      float x[kPieceTokens][kElements<T>], mean[kElements<T>];
 #pragma unroll
-    for (int e = 0; e < kElements<T>; ++e) {
-      x[e] = x[e] * (1.0f / kPieceTokens) - (centre != nullptr ? centre[at + e] : 0.0f);
+      for (int t = 0; t < kPieceTokens; ++t) Widen(v[piece * kPieceTokens + t], x[t]);
+#pragma unroll
+      for (int e = 0; e < kElements<T>; ++e) {
+        mean[e] = ((x[0][e] + x[1][e]) + x[2][e] + x[3][e]) * (1.0f / kPieceTokens);
+#pragma unroll
+        for (int t = 0; t < kPieceTokens; ++t) {
+          const float off = x[t][e] - mean[e];
+          squares[e] = fmaf(off, off, squares[e]);
+        }
+        if (centre != nullptr) mean[e] -= centre[at + e];
+      }
+      PutElements(mean, row + piece * dim,
+                  shared != nullptr ? shared + (unit * kDigestPieces + piece) * dim + at : nullptr);
     }
-    uint8_t* const out =
-        DigestAt(p.digests.of[0], slot, chunk * kUnits + piece / kDigestPieces, head) +
-        piece % kDigestPieces * dim + at;
+    if (!has_spread) continue;
 #pragma unroll
-    for (int e = 0; e < kElements<T>; e += 4) {
-      const float4 four = {x[e], x[e + 1], x[e + 2], x[e + 3]};
-      *reinterpret_cast<uint32_t*>(out + e) = PackE4M3(four);
-      if (shared != nullptr) *reinterpret_cast<float4*>(shared + piece * dim + at + e) = four;
-    }
+    for (float& square : squares) square *= 1.0f / kUnitTokens;
+    PutElements(squares, row + kDigestPieces * dim, nullptr);
   }
 }
 
@@ -152,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int chunk = first / kFluxionLargestBlock + static_cast<int>(blockIdx.x); chunk < chunks;
        chunk += static_cast<int>(gridDim.x)) {
     const int in_sink = max(SegmentsOf(last).sink / kPieceTokens - chunk * kPieces, 0);
-    MakePieces<T>(p, slot, head, chunk, in_sink, centre, joins ? pieces : nullptr);
+    MakeUnits<T>(p, slot, head, chunk, in_sink / kDigestPieces, centre, joins ? pieces : nullptr);
     if (!joins) continue;
     __syncthreads();
     JoinPieces(p.digests, pieces, c.head_dim, in_sink, slot, chunk, head);
@@ -163,13 +175,10 @@ __global__ void __launch_bounds__(kThreads)
 bool AreValid(const LevelDigestsParams& p) {
   for (const PagedRows& digests : p.digests.of) {
     if (digests.base == nullptr && &digests != &p.digests.of[0]) continue;
-    if (digests.type != DType::kFloat8E4M3 || digests.dim != kDigestPieces * p.cache.head_dim ||
-        !HasAlignedRows(digests)) {
-      return false;
-    }
+    if (!HasAlignedRows(digests)) return false;
   }
-  return HasAlignedKeys(p.cache) && p.cache.head_dim % 16 == 0 &&
-         p.cache.block_tokens % kUnitTokens == 0;
+  return AreDigests(p.digests, p.cache.head_dim) && HasAlignedKeys(p.cache) &&
+         p.cache.head_dim % 16 == 0 && p.cache.block_tokens % kUnitTokens == 0;
 }
 
 }  // namespace

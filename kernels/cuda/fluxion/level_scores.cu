@@ -1,19 +1,19 @@
-// Scores of blocks for single query heads: the largest dot product of a query and the pieces in the
-// digest rows by which a block is known.
+// Scores of blocks for single query heads: the largest dot product of a query and the pieces of a
+// digest row, and where rows have a spread, deviations by its dot product with the query's squares.
 //
-// The kernel moves each digest row once for all query heads of a group of up to 8, 4 * head_dim
-// bytes: 168 MB for 10 rows of Qwen3-14B at 64K and blocks of 16 tokens (8 KV heads, 4,096 blocks),
-// whose floor is 35 us at 4.8 TB/s. Digests may also lie in pinned host memory: every load has 16
-// bytes, and four lanes take 64 neighbouring ones.
+// The kernel moves each digest row once for all query heads of a group of up to 8, 5 * head_dim
+// bytes with a spread: 210 MB for 10 rows of Qwen3-14B at 64K and blocks of 16 tokens (8 KV heads,
+// 4,096 blocks), whose floor is 44 us at 4.8 TB/s. Digests may also lie in pinned host memory:
+// every load has 16 bytes, and four lanes take 64 neighbouring ones.
 //
 // As in select/digest_scores.cu, the A operand of a tensor-core tile is 16 digest rows, straight
 // from memory. A lane loads 16 bytes of two rows at a time, which it widens to fp16: they are 4 of
 // its elements in each of 4 steps of k. The position of an element does not matter as long as the
 // queries, the B operand, have it in the same one. Columns are 8 query heads. An element of a query
-// is the sum of two fp16, 22 bits of it; a query with an element above 65,504, which no model has,
-// has scores that are not numbers. Pieces come one after the other, and a finished one leaves the
-// largest product so far. Warps take one block at a time where head_dim is not a multiple of a
-// segment, which only tests have on a GPU.
+// is the sum of two fp16, 22 bits of it, and so is its square times a power of two that keeps the
+// squares of a query within fp16. Pieces come one after the other, and a finished one leaves the
+// largest product so far; the spread is last. Warps take one block at a time where head_dim is not
+// a multiple of a segment, which only tests have on a GPU.
 //
 // Only the device knows how many rows a list has. The grid has so many thread blocks for each list
 // that few lists fill the machine too; they take tiles in turn, and those behind the list's end are
@@ -23,6 +23,7 @@
 
 #include <cuda_fp16.h>
 
+#include "kernels/cuda/common/attention_tile.cuh"
 #include "kernels/cuda/common/float8.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/fluxion/level_list.cuh"
@@ -42,16 +43,6 @@ constexpr int kSegments = 4;    // segments of a row that are under way together
 constexpr int kSteps = 4;       // steps of k, of 16 elements each, in a segment
 constexpr int kListParts = 16;  // the most thread blocks of a list, where lists fill the machine
 
-// Adds the product of 16 rows and 8 columns over 16 elements.
-__device__ __forceinline__ void MultiplyAddFp16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Splits two floats into fp16 pairs whose sum keeps 22 bits of each, but for those below 2^-24.
 __device__ __forceinline__ void SplitFp16(float x, float y, uint32_t& high, uint32_t& low) {
   const __half2 upper = __floats2half2_rn(x, y);
@@ -61,16 +52,31 @@ __device__ __forceinline__ void SplitFp16(float x, float y, uint32_t& high, uint
   low = *reinterpret_cast<const uint32_t*>(&lower);
 }
 
-// Puts the B operands of up to 8 heads: 32 lanes for each 16 positions of k, upper and lower parts.
-// The whole thread block calls it.
-__device__ void PutQueries(const float* q, int heads, int dim, uint4* queries) {
+// Squares are multiplied by this, and their sums by its inverse: elements of queries up to 4,096,
+// which no model exceeds, have squares within fp16. Larger ones have scores that are not numbers.
+constexpr float kSquareScale = 0x1p-9f;
+
+// Returns what a row's spread adds to its best piece, from the product of squares and spread.
+__device__ __forceinline__ float Deviations(float spread) {
+  return kFluxionDeviations * sqrtf(fmaxf(spread, 0.0f));
+}
+
+// Puts the B operands of up to 8 heads: 32 lanes for each 16 positions of k, upper and lower parts;
+// those of the queries first, and then, if `squares`, those of their squares. The whole thread
+// block calls it.
+__device__ void PutQueries(const float* q, int heads, int dim, bool squares, uint4* queries) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const float* const of_head = q + min(lane / 4, heads - 1) * dim;
-  for (int step = warp; step < dim / 16; step += kWarps) {
-    const int element = step / kSteps * kSegment + lane % 4 * 16 + step % kSteps * 4;
+  const int steps = dim / 16;
+  for (int step = warp; step < (squares ? 2 : 1) * steps; step += kWarps) {
+    const int in_query = step % steps;
+    const int element = in_query / kSteps * kSegment + lane % 4 * 16 + in_query % kSteps * 4;
     float v[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = lane / 4 < heads ? of_head[element + j] : 0.0f;
+    for (int j = 0; j < 4; ++j) {
+      v[j] = lane / 4 < heads ? of_head[element + j] : 0.0f;
+      if (step >= steps) v[j] *= v[j] * kSquareScale;
+    }
     uint4 operand;
     SplitFp16(v[0], v[1], operand.x, operand.z);
     SplitFp16(v[2], v[3], operand.y, operand.w);
@@ -113,8 +119,8 @@ struct Segments {
   }
 };
 
-// Sums of a tile's piece, and the largest ones of those before: [0, 1] are of row lane / 4 and
-// heads lane % 4 * 2 and the next, [2, 3] of the other row.
+// Sums of a tile's piece or spread, and the scores by what came before: [0, 1] are of row lane / 4
+// and heads lane % 4 * 2 and the next, [2, 3] of the other row.
 struct TileSums {
   float even[4] = {}, odd[4] = {}, low_even[4] = {}, low_odd[4] = {};
   float best[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
@@ -127,7 +133,9 @@ struct TileSums {
     for (int j = 0; j < kSegments; ++j) {
       if (first + j >= segments) continue;
       const int in_piece = (first + j) % of_piece;
-      const uint4* const operands = queries + 32 * kSteps * in_piece + lane;
+      const bool is_spread = first + j >= kDigestPieces * of_piece;
+      const uint4* const operands =
+          queries + 32 * kSteps * (is_spread ? of_piece + in_piece : in_piece) + lane;
       const uint32_t upper[kSteps] = {rows.upper[j].x, rows.upper[j].y, rows.upper[j].z,
                                       rows.upper[j].w};
       const uint32_t lower[kSteps] = {rows.lower[j].x, rows.lower[j].y, rows.lower[j].z,
@@ -140,7 +148,7 @@ struct TileSums {
         MultiplyAddFp16(step % 2 == 0 ? even : odd, a, b.x, b.y);
         MultiplyAddFp16(step % 2 == 0 ? low_even : low_odd, a, b.z, b.w);
       }
-      if (in_piece == of_piece - 1) EndPiece();
+      if (in_piece == of_piece - 1) EndVector(is_spread);
     }
   }
   // Gives every row of a block the largest of its 2^fold rows. The whole warp calls it.
@@ -152,10 +160,11 @@ struct TileSums {
   }
 
  private:
-  __device__ __forceinline__ void EndPiece() {
+  __device__ __forceinline__ void EndVector(bool is_spread) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      best[i] = fmaxf(best[i], (even[i] + odd[i]) + (low_even[i] + low_odd[i]));
+      const float sum = (even[i] + odd[i]) + (low_even[i] + low_odd[i]);
+      best[i] = is_spread ? best[i] + Deviations(sum / kSquareScale) : fmaxf(best[i], sum);
       even[i] = odd[i] = low_even[i] = low_odd[i] = 0;
     }
   }
@@ -188,7 +197,7 @@ struct Columns {
 };
 
 // The kernel for pieces of whole segments. Grid: (thread blocks of a list, KV heads, rows). Shared
-// memory: queries, [head_dim / 16][32].
+// memory: queries, [head_dim / 16][32], and where rows have a spread as much for their squares.
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     LevelScoresKernel(const __grid_constant__ LevelScoresParams p) {
   extern __shared__ uint4 operands[];
@@ -200,7 +209,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int end_tile = (list.row_end + kTileRows - 1) / kTileRows;
   if (first_tile + static_cast<int>(blockIdx.x) * kWarps >= end_tile) return;
   const PagedRows& digests = p.digests.of[list.row_level];
-  const int dim = digests.dim / kDigestPieces, segments = digests.dim / kSegment;
+  const int dim = p.head_dim, segments = digests.dim / kSegment;
+  const bool has_spread = HasSpread(digests, dim);
   const int begin =
       first_tile + static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
   for (int first = 0; first < group; first += kTileHeads) {
@@ -208,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     Segments rows;  // loads while the queries come
     if (begin < end_tile) rows.Load(TileRows(digests, list, begin), 0, segments);
     if (first > 0) __syncthreads();  // before other heads overwrite these
-    PutQueries(p.q + list.row * p.q_stride + int64_t{head} * dim, heads, dim, operands);
+    PutQueries(p.q + list.row * p.q_stride + int64_t{head} * dim, heads, dim, has_spread, operands);
     const Columns columns(p, list, head, heads);
     __syncthreads();
     for (int tile = begin; tile < end_tile; tile += static_cast<int>(gridDim.x) * kWarps) {
@@ -224,14 +234,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-// Returns in every lane the dot product of a query and a piece. `dim` is a multiple of 4.
-__device__ __forceinline__ float DotPiece(const float* query, const uint8_t* piece, int dim) {
+// Returns in every lane the dot product of a query, or of its squares, and a vector of a digest.
+// `dim` is a multiple of 4.
+template <bool kSquares>
+__device__ __forceinline__ float DotVector(const float* query, const uint8_t* piece, int dim) {
   float sum = 0;
   for (int d = 4 * (static_cast<int>(threadIdx.x) % 32); d < dim; d += 128) {
     const uint2 pairs = WidenE4M3(*reinterpret_cast<const uint32_t*>(piece + d));
     const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&pairs.x));
     const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&pairs.y));
-    const float4 q = LoadFour(query + d);
+    float4 q = LoadFour(query + d);
+    if (kSquares) q = {q.x * q.x, q.y * q.y, q.z * q.z, q.w * q.w};
     sum = fmaf(q.x, low.x, sum);
     sum = fmaf(q.y, low.y, sum);
     sum = fmaf(q.z, high.x, sum);
@@ -253,7 +266,8 @@ __global__ void __launch_bounds__(kThreads)
   if (static_cast<int>(blockIdx.x) * kWarps >= list.count) return;
   const PagedRows& digests = p.digests.of[list.row_level];
   const FluxionSegments segments = SegmentsOf(p.positions[list.row]);
-  const int dim = digests.dim / kDigestPieces;
+  const int dim = p.head_dim;
+  const bool has_spread = HasSpread(digests, dim);
   for (int first = 0; first < group; first += kTileHeads) {
     const int heads = min(kTileHeads, group - first), head = list.kv_head * group + first;
     const float* const q = p.q + list.row * p.q_stride + int64_t{head} * dim;
@@ -268,11 +282,16 @@ __global__ void __launch_bounds__(kThreads)
       float best = -INFINITY;  // of the lane's head
       for (int row = rows.begin; row < rows.end; ++row) {
         const uint8_t* const digest = RowAt<uint8_t>(digests, list.slot, row, list.kv_head);
-        for (int piece = 0; piece < kDigestPieces; ++piece) {
-          for (int h = 0; h < heads; ++h) {
-            const float score = DotPiece(queries + h * dim, digest + piece * dim, dim);
-            if (lane == h) best = fmaxf(best, score);
+        for (int h = 0; h < heads; ++h) {
+          const float* const query = queries + h * dim;
+          float score = -INFINITY;
+          for (int piece = 0; piece < kDigestPieces; ++piece) {
+            score = fmaxf(score, DotVector<false>(query, digest + piece * dim, dim));
           }
+          if (has_spread) {
+            score += Deviations(DotVector<true>(query, digest + kDigestPieces * dim, dim));
+          }
+          if (lane == h) best = fmaxf(best, score);
         }
       }
       if (!wanted) continue;
@@ -282,16 +301,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 bool AreValid(const LevelScoresParams& p) {
-  const PagedRows& first = p.digests.of[0];
   for (const PagedRows& digests : p.digests.of) {
-    if (digests.base == nullptr && &digests != &first) continue;
-    if (digests.type != DType::kFloat8E4M3 || digests.dim != first.dim ||
-        digests.kv_heads != first.kv_heads || digests.dim % (16 * kDigestPieces) != 0 ||
-        !HasAlignedRows(digests)) {
-      return false;
-    }
+    if (digests.base == nullptr && &digests != &p.digests.of[0]) continue;
+    if (!HasAlignedRows(digests)) return false;
   }
-  return first.dim <= kDigestPieces * kMaxDim;
+  return AreDigests(p.digests, p.head_dim) && p.head_dim % 16 == 0 && p.head_dim <= kMaxDim;
 }
 
 // Returns how many thread blocks a list has, from what the host knows.
@@ -314,11 +328,12 @@ cudaError_t LaunchLevelScores(const LevelScoresParams& p, cudaStream_t stream) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   if (error != cudaSuccess) return error;
-  const int dim = digests.dim / kDigestPieces;
+  const int dim = p.head_dim;
   const bool has_tiles = dim % kSegment == 0;
   const auto kernel = has_tiles ? LevelScoresKernel : LevelScoresByBlocks;
-  // At most 8 KiB each: in tiles an element is two fp16, and so has as many bytes as a float.
-  const int64_t shared = int64_t{kTileHeads} * dim * int64_t{sizeof(float)};
+  // In tiles an element is two fp16, which are as many bytes as a float, and so is its square.
+  const int operands = has_tiles && HasSpread(digests, dim) ? 2 : 1;
+  const int64_t shared = int64_t{kTileHeads} * dim * int64_t{sizeof(float)} * operands;
   const int parts = ListParts(p, processors, kWarps * (has_tiles ? kTileRows : 1));
   return LaunchKernel(kernel, dim3(parts, digests.kv_heads, p.rows), dim3(kThreads),
                       static_cast<size_t>(shared), stream, p);

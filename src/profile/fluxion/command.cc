@@ -71,6 +71,10 @@ struct Source {
                  "error of a head's output, as a share of the layer's largest, that is "
                  "allowed",
                  0, 1, &rows.tau);
+    flags.Switch("all-levels",
+                 "digests have four vectors, as in the published form, where all sizes of block\n"
+                 "have digests, in place of five",
+                 &rows.all_levels);
     flags.Choice("device", {"cpu", "cuda"}, "device that computes the documents", &device);
     flags.Text("kernels", "NAME", "CPU kernels, as in sluice-server", &kernels);
     flags.Integer("threads", "threads that compute; 0: as the server chooses", 0, 1024, &threads);
@@ -253,13 +257,13 @@ int Check(absl::Span<const std::string> args) {
   std::vector<std::string> paths, samples_paths;
   std::string json_file;
   double fixed = 0.05, quantile = PredictorTrainingOptions().quantile;
-  bool all_levels = false;
   Flags flags("sluice-profile fluxion check",
               "Selects by predictors and by simpler rules on the same rows, and tells what each\n"
               "reads and how often a head's output is further off than --tau: a fixed block and\n"
               "budget; what the row needs (oracle) and what the anchor needed; what heads need at\n"
               "large, by samples; an error of 10 % of a head's own output; 95 % of its attention.\n"
-              "Take documents that no sample was collected from.",
+              "Take documents that no sample was collected from. Groups read blocks of 16; with\n"
+              "--all-levels each chooses its size of block by equation 3, as published.",
               "  sluice-profile fluxion check m.predictor --model models/m --texts other.json \\\n"
               "      --samples m.samples --json check.json");
   flags.Rest("FILE", "predictors", &paths);
@@ -269,9 +273,6 @@ int Check(absl::Span<const std::string> args) {
                    samples_paths.push_back(path);
                    return absl::OkStatus();
                  });
-  flags.Switch("all-levels",
-               "each group chooses its size of block by equation 3, as published, in place of 16",
-               &all_levels);
   flags.Number("fixed-share", "share of the cache outside HBM that the fixed budget takes", 0, 1,
                &fixed);
   flags.Number("quantile", "share of a head's samples whose budget its entry in the table suffices",
@@ -297,7 +298,7 @@ int Check(absl::Span<const std::string> args) {
     sources.push_back(PredictorSource(paths[i].substr(paths[i].rfind('/') + 1), &predictors[i]));
   }
   for (BudgetSource& of : sources) {
-    if (!all_levels) of.level = 0;
+    if (!source.rows.all_levels) of.level = 0;
   }
   PredictorCheck check(std::move(sources));
   const absl::StatusOr<std::string> measured = source.Measure(

@@ -50,7 +50,8 @@ class DocumentLayer {
       caches_.push_back({of.k.data(), of.v.data(), captured.head_dim});
       const int64_t tokens = std::ssize(of.k) / captured.head_dim;
       group_ = std::ssize(of.q) / std::ssize(of.k);
-      pieces_.push_back(std::make_unique<KeyPieces>(caches_.back(), tokens));
+      digests_.push_back(
+          std::make_unique<UnitDigests>(caches_.back(), tokens, !options.all_levels));
     }
   }
 
@@ -92,7 +93,7 @@ class DocumentLayer {
     double largest = 0;
     for (size_t kv = 0; kv < caches_.size(); ++kv) {
       const HeadQueries& of = captured_.of(layer_, static_cast<int64_t>(kv));
-      row.groups.emplace_back(caches_[kv], *pieces_[kv],
+      row.groups.emplace_back(caches_[kv], *digests_[kv],
                               of.q.data() + position * group_ * captured_.head_dim, group_,
                               SegmentsOf(static_cast<int32_t>(position)));
       for (int64_t g = 0; g < group_; ++g) {
@@ -130,7 +131,7 @@ class DocumentLayer {
   const int32_t document_;
   int64_t group_ = 0;
   std::vector<HeadCache> caches_;
-  std::vector<std::unique_ptr<KeyPieces>> pieces_;
+  std::vector<std::unique_ptr<UnitDigests>> digests_;
 };
 
 }  // namespace

@@ -24,6 +24,7 @@ struct DocumentRowsOptions {
   int64_t distance = 256;        // from an anchor to its farthest row
   double tau = 0.1;              // equation 2
   uint64_t seed = 1;             // draws the distances
+  bool all_levels = false;       // digests have no spread, as where all levels have some
 };
 // INVALID_ARGUMENT: an option is out of range; the message names it.
 absl::Status CheckDocumentRowsOptions(const DocumentRowsOptions& options);

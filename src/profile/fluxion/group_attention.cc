@@ -9,10 +9,10 @@ namespace {
 
 using kernels::CpuTokens;
 using kernels::FluxionSegments;
+using kernels::kDigestPieces;
+using kernels::kDigestVectors;
 using kernels::kFluxionLevels;
 using kernels::LevelTokens;
-
-constexpr int32_t kPieceTokens = LevelTokens(0) / kernels::kDigestPieces;
 
 double LogSumExp(double a, double b) {
   const double largest = std::max(a, b);
@@ -74,25 +74,38 @@ double AttentionPart::Length() const {
   return std::sqrt(std::inner_product(o.begin(), o.end(), o.begin(), 0.0));
 }
 
-KeyPieces::KeyPieces(const HeadCache& cache, int64_t tokens) : dim_(cache.head_dim) {
-  const int64_t blocks = tokens / LevelTokens(0);
-  means_.resize(static_cast<size_t>(blocks * kernels::kDigestPieces * dim_));
-  for (int64_t t = 0; t < blocks * LevelTokens(0); ++t) {
-    float* const mean = means_.data() + t / kPieceTokens * dim_;
-    for (int64_t d = 0; d < dim_; ++d) mean[d] += cache.k[t * dim_ + d] / kPieceTokens;
+UnitDigests::UnitDigests(const HeadCache& cache, int64_t tokens, bool spread)
+    : dim_(cache.head_dim), spread_(spread) {
+  constexpr int64_t kUnitTokens = LevelTokens(0), kPieceTokens = kUnitTokens / kDigestPieces;
+  const int64_t blocks = tokens / kUnitTokens;
+  vectors_.resize(static_cast<size_t>(blocks * kDigestVectors * dim_));
+  for (int64_t t = 0; t < blocks * kUnitTokens; t += kPieceTokens) {
+    float* const of_block = vectors_.data() + t / kUnitTokens * kDigestVectors * dim_;
+    float* const mean = of_block + t % kUnitTokens / kPieceTokens * dim_;
+    float* const spread = of_block + kDigestPieces * dim_;
+    const float* const keys = cache.k + t * dim_;
+    for (int64_t i = 0; i < kPieceTokens * dim_; ++i) mean[i % dim_] += keys[i] / kPieceTokens;
+    for (int64_t i = 0; i < kPieceTokens * dim_; ++i) {
+      const float off = keys[i] - mean[i % dim_];
+      spread[i % dim_] += off * off / kUnitTokens;
+    }
   }
 }
 
-double KeyPieces::Score(const float* q, int64_t block) const {
-  double best = -INFINITY;
-  for (int64_t piece = 0; piece < kernels::kDigestPieces; ++piece) {
-    const float* const mean = means_.data() + (block * kernels::kDigestPieces + piece) * dim_;
-    best = std::max(best, Dot(q, mean, dim_));
+double UnitDigests::Score(const float* q, int64_t block) const {
+  const float* const of_block = vectors_.data() + block * kDigestVectors * dim_;
+  double best = -INFINITY, spread = 0;
+  for (int64_t piece = 0; piece < kDigestPieces; ++piece) {
+    best = std::max(best, Dot(q, of_block + piece * dim_, dim_));
   }
-  return best;
+  if (!spread_) return best;
+  for (int64_t d = 0; d < dim_; ++d) {
+    spread += double{q[d]} * double{q[d]} * double{of_block[kDigestPieces * dim_ + d]};
+  }
+  return best + double{kernels::kFluxionDeviations} * std::sqrt(spread);
 }
 
-GroupAttention::GroupAttention(const HeadCache& cache, const KeyPieces& pieces, const float* q,
+GroupAttention::GroupAttention(const HeadCache& cache, const UnitDigests& digests, const float* q,
                                int64_t group, const FluxionSegments& segments)
     : cache_(cache), q_(q), group_(group), segments_(segments), heads_(static_cast<size_t>(group)) {
   const int64_t dim = cache.head_dim;
@@ -107,7 +120,7 @@ GroupAttention::GroupAttention(const HeadCache& cache, const KeyPieces& pieces, 
     head.scores.assign(scores.begin() + segments.sink, scores.begin() + segments.local);
     for (int64_t unit = kernels::FirstBlock(segments, 0); unit < kernels::EndBlock(segments, 0);
          ++unit) {
-      head.unit_scores.push_back(pieces.Score(q + g * dim, unit));
+      head.unit_scores.push_back(digests.Score(q + g * dim, unit));
     }
     head.units = UnitsOfSegment(head);
     head.sink = Part(scores, 0, segments.sink);

@@ -27,26 +27,26 @@ struct AttentionPart {
   double Length() const;  // of o
 };
 
-// The pieces of a sequence's KV head by which its blocks are known: the mean of every four keys
-// behind the sink. They are those of kernels::LevelDigests at level 0, but for the centre, which
-// changes no order, and the rounding to e4m3.
-class KeyPieces {
+// The digests of a sequence's KV head by which its blocks are known: of every 16 keys the means of
+// each four, and, if `spread`, the spread around them. They are those of kernels::LevelDigests at
+// level 0, but for the centre, which changes no order, and the rounding to e4m3.
+class UnitDigests {
  public:
   // Covers all whole blocks of [0, tokens).
-  KeyPieces(const HeadCache& cache, int64_t tokens);
-  // Returns the largest product of q and a piece of a block of level 0, as kernels::LevelScores
-  // does.
+  UnitDigests(const HeadCache& cache, int64_t tokens, bool spread);
+  // Returns the score of a block of level 0, as kernels::LevelScores does.
   double Score(const float* q, int64_t block) const;
 
  private:
   const int64_t dim_;
-  std::vector<float> means_;  // [pieces][head_dim]
+  const bool spread_;
+  std::vector<float> vectors_;  // [blocks][kDigestVectors][head_dim]
 };
 
 class GroupAttention {
  public:
-  // `q` is [group][head_dim]. `pieces` cover the row's cpu segment. Both outlive this.
-  GroupAttention(const HeadCache& cache, const KeyPieces& pieces, const float* q, int64_t group,
+  // `q` is [group][head_dim]. `digests` cover the row's cpu segment. Both outlive this.
+  GroupAttention(const HeadCache& cache, const UnitDigests& digests, const float* q, int64_t group,
                  const kernels::FluxionSegments& segments);
 
   int64_t group() const { return group_; }
@@ -94,7 +94,7 @@ class GroupAttention {
     AttentionPart sink, cpu, local, whole;
     double largest = 0;                // score
     std::vector<double> scores;        // [cpu tokens]
-    std::vector<double> unit_scores;   // of the cpu segment's blocks of level 0, by their pieces
+    std::vector<double> unit_scores;   // of the cpu segment's blocks of level 0, by their digests
     Units units;                       // the cpu segment's blocks of level 0
     double resident = 0;               // weight of the default set
     std::vector<double> resident_sum;  // [head_dim] weighted values of the default set

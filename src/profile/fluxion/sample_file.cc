@@ -10,9 +10,9 @@
 namespace sluice {
 namespace {
 
-// Versions 1 and 2 had budgets by other digests.
+// Versions 1 to 3 had budgets by other digests.
 constexpr CheckedFormat kFormat = {
-    "sluice-fluxion-samples",    3,
+    "sluice-fluxion-samples",    4,
     "a file of samples",         "sluice-profile fluxion collect wrote",
     "collect the samples again", int64_t{16} << 30};
 

@@ -22,7 +22,7 @@ using namespace kernels;  // NOLINT: this file is about them
 constexpr int32_t kHeads = 32, kKvHeads = 8, kHeadDim = 128, kUnitTokens = 16;
 constexpr int32_t kRingUnits = (kFluxionLocalTokens + kFluxionLargestBlock) / kUnitTokens;
 constexpr int32_t kRowsOfPage = 32;  // digests in a page, for each head
-constexpr int64_t kRowBytes = int64_t{4} * kHeadDim;
+constexpr int64_t kRowBytes = int64_t{kDigestVectors} * kHeadDim;  // of a digest, at most
 constexpr int64_t kPageBytes = kKvHeads * kRowsOfPage * kRowBytes;
 constexpr int64_t kArenaBytes = int64_t{2} << 30;
 constexpr int kLaunches = 40, kReplays = 15;
@@ -46,6 +46,19 @@ std::vector<int32_t> Shuffled(int64_t size) {
   std::vector<int32_t> values = Counted(size);
   std::shuffle(values.begin(), values.end(), std::mt19937(3));
   return values;
+}
+
+// Returns rows of `dim` elements in the pages of one table.
+PagedRows RowsIn(char* arena, const int32_t* table, int64_t pages, int32_t dim) {
+  return {arena,
+          table,
+          pages,
+          kPageBytes,
+          kRowsOfPage * kRowBytes,
+          kRowsOfPage,
+          dim,
+          DType::kFloat8E4M3,
+          kKvHeads};
 }
 
 class Bench {
@@ -73,16 +86,11 @@ class Bench {
     p.slots = DeviceCopy(Counted(rows));
     p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1));
     const int64_t pages = EndBlock(segments, level) / kRowsOfPage + 1;
-    for (PagedRows& digests : p.digests.of) {
-      digests = {arena_,
-                 pages_,
-                 pages,
-                 kPageBytes,
-                 kRowsOfPage * kRowBytes,
-                 kRowsOfPage,
-                 kDigestPieces * kHeadDim,
-                 DType::kFloat8E4M3,
-                 kKvHeads};
+    // The digests of level 0 have a spread and are alone, as in HBM. Other levels have their own,
+    // as in the published form.
+    const int32_t dim = (level == 0 ? kDigestVectors : kDigestPieces) * kHeadDim;
+    for (int32_t i = 0; i < (level == 0 ? 1 : kFluxionLevels); ++i) {
+      p.digests.of[i] = RowsIn(arena_, pages_, pages, dim);
     }
     const auto lists = static_cast<size_t>(rows * kKvHeads);
     p.levels = DeviceCopy(std::vector<int32_t>(lists, level));
@@ -92,8 +100,9 @@ class Bench {
     p.scores = DeviceCopy(Normal(int64_t{rows} * kHeads * p.score_stride, 1.0f));
     p.rows = rows;
     p.heads = kHeads;
+    p.head_dim = kHeadDim;
     const int64_t sets = std::max<int64_t>(1, kArenaBytes / kPageBytes / (rows * pages));
-    Run("scores, " + shape, static_cast<double>(lists) * static_cast<double>(blocks * kRowBytes),
+    Run("scores, " + shape, static_cast<double>(lists) * static_cast<double>(blocks * dim),
         [&](int i, cudaStream_t stream) {
           LevelScoresParams of_set = p;
           for (PagedRows& digests : of_set.digests.of) {
@@ -218,18 +227,9 @@ class Bench {
     }
     LevelDigestsParams d{};
     d.cache = cache;
-    for (int level = 0; level < kFluxionLevels; ++level) {
-      const int64_t pages = (context / LevelTokens(level) - 1) / kRowsOfPage + 1;
-      d.digests.of[level] = {DeviceArray<char>(pages * kPageBytes),
-                             DeviceCopy(Shuffled(pages)),
-                             pages,
-                             kPageBytes,
-                             kRowsOfPage * kRowBytes,
-                             kRowsOfPage,
-                             kDigestPieces * kHeadDim,
-                             DType::kFloat8E4M3,
-                             kKvHeads};
-    }
+    const int64_t pages = (context / LevelTokens(0) - 1) / kRowsOfPage + 1;
+    d.digests.of[0] = RowsIn(DeviceArray<char>(pages * kPageBytes), DeviceCopy(Shuffled(pages)),
+                             pages, kDigestVectors * kHeadDim);
     d.slots = DeviceCopy(Counted(1));
     d.first_positions = DeviceCopy(Counted(1));
     d.positions = DeviceCopy(std::vector<int32_t>(1, context - 1));

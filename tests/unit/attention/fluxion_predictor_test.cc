@@ -200,8 +200,8 @@ TEST_CASE("a file that is not a predictor, or not whole, is refused with the rem
 TEST_CASE("a predictor's header is checked") {
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
   CheckError(ChangedHeader([](json& h) { h["format"] = "other"; }), kInvalid, "not a predictor");
-  CheckError(ChangedHeader([](json& h) { h["version"] = 1; }), kInvalid,
-             "version 1 of the format, this build reads 3: train the predictor again");
+  CheckError(ChangedHeader([](json& h) { h["version"] = 3; }), kInvalid,
+             "version 3 of the format, this build reads 4: train the predictor again");
   CheckError(ChangedHeader([](json& h) { h["form"] = "cubic"; }), kInvalid, "form: expected");
   CheckError(ChangedHeader([](json& h) { h["form"] = "line"; }), kInvalid, "layers: expected");
   CheckError(ChangedHeader([](json& h) { h["tau"] = 2; }), kInvalid, "tau: expected");

@@ -74,28 +74,41 @@ double Distance(std::vector<double> a, const std::vector<double>& b) {
   return Length(a);
 }
 
-// Returns the score of tokens [begin, end): the largest mean of the scores of four tokens.
-double NaiveScore(const HeadQueries& head, const float* q, int64_t begin, int64_t end) {
+// Returns the score of tokens [begin, end): the best of each 16 of them, which is the largest mean
+// of the scores of four, and, with a spread, two deviations around the means of four.
+double NaiveScore(const HeadQueries& head, const float* q, int64_t begin, int64_t end,
+                  bool has_spread) {
   double best = -INFINITY;
-  for (int64_t first = begin; first < end; first += 4) {
-    double sum = 0;
-    for (int64_t t = first; t < first + 4; ++t) {
-      sum += std::inner_product(q, q + kDim, head.k.begin() + t * kDim, 0.0);
+  for (int64_t unit = begin; unit < end; unit += 16) {
+    double largest = -INFINITY, spread = 0;
+    for (int64_t first = unit; first < unit + 16; first += 4) {
+      double sum = 0;
+      for (int64_t d = 0; d < kDim; ++d) {
+        double keys = 0, squares = 0;
+        for (int64_t t = first; t < first + 4; ++t) {
+          const double k = double{head.k[static_cast<size_t>(t * kDim + d)]};
+          keys += k;
+          squares += k * k;
+        }
+        sum += double{q[d]} * keys / 4;
+        spread += double{q[d]} * double{q[d]} * (squares - keys * keys / 4) / 16;
+      }
+      largest = std::max(largest, sum);
     }
-    best = std::max(best, sum / 4);
+    best = std::max(best, has_spread ? largest + 2 * std::sqrt(spread) : largest);
   }
   return best;
 }
 
 // Returns blocks of the cpu segment by their scores, from the keys themselves.
 std::vector<int64_t> NaiveOrder(const HeadQueries& head, const float* q, const FluxionSegments& of,
-                                int32_t level) {
+                                int32_t level, bool has_spread) {
   std::vector<std::pair<double, int64_t>> scores;
   const int64_t tokens = LevelTokens(level);
   for (int64_t block = 0; (block + 1) * tokens <= of.local; ++block) {
     if ((block + 1) * tokens <= of.sink) continue;
     const int64_t begin = std::max<int64_t>(block * tokens, of.sink);
-    scores.emplace_back(-NaiveScore(head, q, begin, (block + 1) * tokens), block);
+    scores.emplace_back(-NaiveScore(head, q, begin, (block + 1) * tokens, has_spread), block);
   }
   std::stable_sort(scores.begin(), scores.end());
   std::vector<int64_t> order;
@@ -118,8 +131,8 @@ std::vector<int64_t> NaiveTokenOrder(const HeadQueries& head, const float* q,
 
 // Returns the budget of equation 2 by trying every prefix.
 double NaiveBudget(const HeadQueries& head, const float* q, const FluxionSegments& of,
-                   int32_t level, double bound) {
-  const std::vector<int64_t> order = NaiveOrder(head, q, of, level);
+                   int32_t level, bool has_spread, double bound) {
+  const std::vector<int64_t> order = NaiveOrder(head, q, of, level, has_spread);
   const std::vector<double> whole = NaiveAttention(head, q, of.end, [](int64_t) { return true; });
   size_t least = order.size();
   for (size_t prefix = order.size() + 1; prefix-- > 0;) {
@@ -166,14 +179,15 @@ TEST_CASE("segments hold every token once, and no block straddles two of them") 
 TEST_CASE("parts, budgets and selections of a group are those of naive sums") {
   SplitMix64 random(TestSeed());
   const int64_t group = GENERATE(1, 3, 4, 7);
+  const bool has_spread = GENERATE(false, true);
   const int64_t tokens = 700 + static_cast<int64_t>(random.Below(200));
   const CapturedQueries captured = Layer(random, tokens, group);
   const HeadQueries& head = captured.heads[0];
   const HeadCache cache = {head.k.data(), head.v.data(), kDim};
-  const KeyPieces pieces(cache, tokens);
+  const UnitDigests digests(cache, tokens, has_spread);
   const FluxionSegments of = SegmentsOf(static_cast<int32_t>(tokens - 1));
   const float* const q = head.q.data() + (tokens - 1) * group * kDim;
-  const GroupAttention attention(cache, pieces, q, group, of);
+  const GroupAttention attention(cache, digests, q, group, of);
   for (int64_t g = 0; g < group; ++g) {
     const float* const query = q + g * kDim;
     double lse = 0;
@@ -196,7 +210,7 @@ TEST_CASE("parts, budgets and selections of a group are those of naive sums") {
     for (int32_t level = 0; level < kFluxionLevels; ++level) {
       INFO("head " << g << ", level " << level);
       CHECK(attention.Budget(g, level, bound) ==
-            Approx(NaiveBudget(head, query, of, level, bound)));
+            Approx(NaiveBudget(head, query, of, level, has_spread, bound)));
       CHECK(attention.Budget(g, level, 1e9) == 0);
       CHECK(attention.ScoreBudget(g, level, 0) == 0);
       CHECK(attention.ScoreBudget(g, level, 2) == Approx(1));
@@ -218,7 +232,7 @@ TEST_CASE("parts, budgets and selections of a group are those of naive sums") {
   const auto level = static_cast<int32_t>(random.Below(kFluxionLevels));
   std::vector<int64_t> blocks, selected;
   for (int64_t g = 0; g < group; ++g) {
-    const std::vector<int64_t> order = NaiveOrder(head, q + g * kDim, of, level);
+    const std::vector<int64_t> order = NaiveOrder(head, q + g * kDim, of, level, has_spread);
     blocks.push_back(static_cast<int64_t>(random.Below(order.size() + 1)));
     selected.insert(selected.end(), order.begin(), order.begin() + blocks.back());
   }

@@ -99,6 +99,7 @@ kernels::UnitLists AnchorBlocks::Choose(Stream& stream, int layer, const float* 
   score.score_stride = shape_.score_stride();
   score.rows = 1;
   score.heads = shape_.heads;
+  score.head_dim = shape_.head_dim;
   device_->kernels().LevelScores(stream, score);
 
   kernels::SelectUnionParams select{};

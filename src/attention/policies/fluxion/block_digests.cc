@@ -15,7 +15,7 @@ std::vector<OffloadArray> FluxionDigestArrays(const FluxionShape& shape, bool in
     OffloadArray& digests = arrays.emplace_back();
     digests.tokens_per_row = kernels::LevelTokens(level);
     digests.name = absl::StrCat("digests of ", digests.tokens_per_row, " tokens");
-    digests.dim = kernels::kDigestPieces * shape.head_dim;
+    digests.dim = shape.digest_dim();
     digests.type = kernels::DType::kFloat8E4M3;
     if (in_dram) digests.place = OffloadArray::Place::kDram;
   }
@@ -84,8 +84,7 @@ void BlockDigests::Extend(Stream& stream, int layer, const KvAttention::Queries&
 
 int64_t BlockDigests::BytesOf(const FluxionShape& shape, int64_t tokens) {
   constexpr int64_t kTokens = kernels::LevelTokens(0);
-  const int64_t digest = int64_t{kernels::kDigestPieces} * shape.head_dim;
-  return shape.kv_heads * ((tokens + kTokens - 1) / kTokens) * digest;
+  return shape.kv_heads * ((tokens + kTokens - 1) / kTokens) * int64_t{shape.digest_dim()};
 }
 
 }  // namespace sluice

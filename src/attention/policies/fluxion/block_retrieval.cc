@@ -83,6 +83,7 @@ const float* BlockRetrieval::Score(Stream& stream, int layer, const Queries& que
   score.score_stride = shape_.score_stride();
   score.rows = queries.rows;
   score.heads = queries.heads;
+  score.head_dim = shape_.head_dim;
   kernels_.LevelScores(stream, score);
   return score.scores;
 }

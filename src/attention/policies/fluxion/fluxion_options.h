@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "kernels/fluxion_params.h"
 #include "kernels/fluxion_segments.h"
 #include "src/attention/policy_options.h"
 
@@ -29,6 +30,11 @@ struct FluxionShape {
   int32_t resident_units = 0;  // places of the longest sequence, the ring's included
 
   int64_t lists() const { return int64_t{rows} * kv_heads; }
+  // Returns the elements of a row of digests. Rows of all levels have no spread: with blocks of 16
+  // tokens they would take 75 bytes of a page for each element of a head, and it has 64 in bf16.
+  int32_t digest_dim() const {
+    return (digest_levels == 1 ? kernels::kDigestVectors : kernels::kDigestPieces) * head_dim;
+  }
   int32_t recall_units() const { return resident_units - ring_units; }
   // Returns the stride of a row's scores, in blocks of the smallest level.
   int64_t score_stride() const {

@@ -98,6 +98,7 @@ class HostScores::Worker {
     p.score_stride = shape_.score_stride();
     p.rows = 1;
     p.heads = shape_.heads;
+    p.head_dim = shape_.head_dim;
     options_.kernels->level_scores(p, {part_, list_.parts});
   }
 

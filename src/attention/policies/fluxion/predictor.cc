@@ -16,9 +16,9 @@ namespace {
 
 using nlohmann::json;
 
-// Versions 1 and 2 were trained by budgets of other digests.
+// Versions 1 to 3 were trained by budgets of other digests.
 constexpr CheckedFormat kFormat = {"sluice-fluxion-predictor",
-                                   3,
+                                   4,
                                    "a predictor of policy fluxion",
                                    "sluice-profile fluxion trained",
                                    "train the predictor again with sluice-profile fluxion",

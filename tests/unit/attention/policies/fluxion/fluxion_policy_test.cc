@@ -34,11 +34,11 @@ std::unique_ptr<AttentionPolicy> Make(const PolicyOptions& options) {
   return *std::move(policy);
 }
 
-// The digests of a sequence: those of a block have four pieces, or as many as there are four
-// tokens.
+// The digests of a sequence: a block is known by one of its own, or by those of its 16 tokens each,
+// which have a spread.
 struct Digests {
   int prompt = 0;  // tokens when the sequence was admitted, of which the centre is the mean
-  bool all_levels = false;  // four pieces
+  bool all_levels = false;  // one of its own
 };
 
 // Returns an element of the centre of the prompt's keys.
@@ -67,6 +67,50 @@ float PieceOf(const std::vector<PolicyRig::Vectors>& tokens, int begin, int end,
   return sum / 4 - centre;
 }
 
+// Returns an element of the spread of 16 keys from `begin` on around the means of each four, before
+// it is rounded.
+float SpreadOf(const std::vector<PolicyRig::Vectors>& tokens, int begin, int element) {
+  double sum = 0;
+  for (int t = begin; t < begin + 16; ++t) {
+    const int first = begin + (t - begin) / 4 * 4;
+    const double mean = double{PieceOf(tokens, first, first + 4, element, 0)};
+    const double off =
+        double{tokens[static_cast<size_t>(t)].k[static_cast<size_t>(element)]} - mean;
+    sum += off * off / 16;
+  }
+  return static_cast<float>(sum);
+}
+
+double Rounded(float v) { return double{kernels::E4M3ToFloat(kernels::FloatToE4M3(v))}; }
+
+// Returns a query's best product with the pieces, of `length` tokens each, of the tokens [begin,
+// end) of a KV head.
+double BestPiece(const std::vector<PolicyRig::Vectors>& tokens, const float* q, int begin, int end,
+                 int length, const std::vector<float>& centre, int first_element) {
+  double best = -INFINITY;
+  const int dim = static_cast<int>(centre.size());
+  for (int first = begin; first < end; first += length) {
+    double score = 0;
+    for (int d = 0; d < dim; ++d) {
+      const float piece =
+          PieceOf(tokens, first, first + length, first_element + d, centre[static_cast<size_t>(d)]);
+      score += double{q[d]} * Rounded(piece);
+    }
+    best = std::max(best, score);
+  }
+  return best;
+}
+
+// Returns a query's score of the 16 tokens from `begin` on by their digest, with its spread.
+double ScoreOfUnit(const std::vector<PolicyRig::Vectors>& tokens, const float* q, int begin,
+                   const std::vector<float>& centre, int first_element) {
+  double spread = 0;
+  for (int d = 0; d < static_cast<int>(centre.size()); ++d) {
+    spread += double{q[d]} * double{q[d]} * Rounded(SpreadOf(tokens, begin, first_element + d));
+  }
+  return BestPiece(tokens, q, begin, begin + 16, 4, centre, first_element) + 2 * std::sqrt(spread);
+}
+
 // Returns the tokens that each KV head attends to if each query head reads `share` of its tokens in
 // the blocks of `block` tokens with the highest scores. Nothing is resident but the sink and the
 // ring.
@@ -83,29 +127,24 @@ std::vector<std::set<int>> Attended(const PolicyRig::Shape& shape, const PolicyR
   for (int t = 0; t <= position; ++t) tokens.push_back(make(seed, layer, t));
   const int wanted = kernels::BlocksOfShare(segments, level, share);
   const int group = shape.heads / shape.kv_heads;
-  const int piece_tokens = digests.all_levels ? block / 4 : 4;
-  std::vector<float> centres;
-  for (int e = 0; e < shape.kv_heads * shape.head_dim; ++e) {
-    centres.push_back(CentreOf(tokens, digests.prompt, e));
-  }
   std::vector<std::set<int>> attended(static_cast<size_t>(shape.kv_heads));
   for (int head = 0; head < shape.heads; ++head) {
     const int kv = head / group;
-    const auto q = tokens.back().q.begin() + head * shape.head_dim;
+    const float* const q = tokens.back().q.data() + head * shape.head_dim;
+    std::vector<float> centre;
+    for (int d = 0; d < shape.head_dim; ++d) {
+      centre.push_back(CentreOf(tokens, digests.prompt, kv * shape.head_dim + d));
+    }
     std::vector<std::pair<double, int>> scores;  // {-score, block}
     const int first = kernels::FirstBlock(segments, level);
     for (int b = first; b < kernels::EndBlock(segments, level); ++b) {
+      const int begin = std::max(b * block, segments.sink), end = (b + 1) * block;
       double best = -INFINITY;
-      for (int begin = std::max(b * block, segments.sink); begin < (b + 1) * block;
-           begin += piece_tokens) {
-        double score = 0;
-        for (int d = 0; d < shape.head_dim; ++d) {
-          const int e = kv * shape.head_dim + d;
-          const float piece =
-              PieceOf(tokens, begin, begin + piece_tokens, e, centres[static_cast<size_t>(e)]);
-          score += double{q[d]} * kernels::E4M3ToFloat(kernels::FloatToE4M3(piece));
-        }
-        best = std::max(best, score);
+      if (digests.all_levels) {
+        best = BestPiece(tokens, q, begin, end, block / 4, centre, kv * shape.head_dim);
+      }
+      for (int unit = begin; !digests.all_levels && unit < end; unit += 16) {
+        best = std::max(best, ScoreOfUnit(tokens, q, unit, centre, kv * shape.head_dim));
       }
       scores.emplace_back(-best, b);
     }

@@ -45,6 +45,7 @@ class World {
     shape_.kv_heads = of.kv_heads;
     shape_.head_dim = kHeadDim;
     shape_.unit_tokens = 16;
+    shape_.digest_levels = of.levels;
     shape_.most_units = (kMaxContext + 15) / 16;
     HostScores::Options options;
     options.device = &device;
@@ -137,6 +138,7 @@ class World {
     p.score_stride = shape_.score_stride();
     p.rows = kRows;
     p.heads = shape_.heads;
+    p.head_dim = kHeadDim;
     table_.level_scores(p, {0, 1});
     return out;
   }
@@ -201,7 +203,7 @@ class World {
     std::iota(table.begin(), table.end(), 0);
     for (size_t i = table.size(); i > 1; --i) std::swap(table[i - 1], table[random_.Below(i)]);
     kernels::LevelDigests out{};
-    const int64_t row_bytes = int64_t{kernels::kDigestPieces} * kHeadDim;
+    const int64_t row_bytes = shape_.digest_dim();
     const int64_t head_bytes = 2 * kRowsPerPage * row_bytes;  // 8 + 4 + 2 + 1 rows
     const int64_t page_bytes = of_.kv_heads * head_bytes;
     Buffer& memory = memory_.emplace_back(
@@ -215,13 +217,13 @@ class World {
                        page_bytes,
                        head_bytes,
                        per_page,
-                       kernels::kDigestPieces * kHeadDim,
+                       shape_.digest_dim(),
                        kernels::DType::kFloat8E4M3,
                        of_.kv_heads};
       offset += per_page * row_bytes;
     }
     for (int64_t i = 0; i < pages * page_bytes; ++i) {
-      const auto value = static_cast<float>(random_.Uniform() * 2 - 1);
+      const auto value = static_cast<float>(random_.Uniform());
       memory.as<uint8_t>()[i] = kernels::FloatToE4M3(value);
     }
     return out;
