@@ -74,8 +74,8 @@ double AttentionPart::Length() const {
   return std::sqrt(std::inner_product(o.begin(), o.end(), o.begin(), 0.0));
 }
 
-UnitDigests::UnitDigests(const HeadCache& cache, int64_t tokens, bool spread)
-    : dim_(cache.head_dim), spread_(spread) {
+UnitDigests::UnitDigests(const HeadCache& cache, int64_t tokens, bool has_spread)
+    : dim_(cache.head_dim), has_spread_(has_spread) {
   constexpr int64_t kUnitTokens = LevelTokens(0), kPieceTokens = kUnitTokens / kDigestPieces;
   const int64_t blocks = tokens / kUnitTokens;
   vectors_.resize(static_cast<size_t>(blocks * kDigestVectors * dim_));
@@ -98,7 +98,7 @@ double UnitDigests::Score(const float* q, int64_t block) const {
   for (int64_t piece = 0; piece < kDigestPieces; ++piece) {
     best = std::max(best, Dot(q, of_block + piece * dim_, dim_));
   }
-  if (!spread_) return best;
+  if (!has_spread_) return best;
   for (int64_t d = 0; d < dim_; ++d) {
     spread += double{q[d]} * double{q[d]} * double{of_block[kDigestPieces * dim_ + d]};
   }
@@ -107,7 +107,12 @@ double UnitDigests::Score(const float* q, int64_t block) const {
 
 GroupAttention::GroupAttention(const HeadCache& cache, const UnitDigests& digests, const float* q,
                                int64_t group, const FluxionSegments& segments)
-    : cache_(cache), q_(q), group_(group), segments_(segments), heads_(static_cast<size_t>(group)) {
+    : cache_(cache),
+      q_(q),
+      group_(group),
+      segments_(segments),
+      has_spread_(digests.has_spread()),
+      heads_(static_cast<size_t>(group)) {
   const int64_t dim = cache.head_dim;
   const double scale = 1 / std::sqrt(static_cast<double>(dim));
   std::vector<double> scores(static_cast<size_t>(segments.end));
@@ -166,6 +171,13 @@ double GroupAttention::ResidentError(int64_t g) const {
     error += off * off;
   }
   return std::sqrt(error);
+}
+
+// Four vectors in e4m3 are as many bytes as a key and a value in bf16. With a spread, level 0 alone
+// has digests, and the cpu segment has a multiple of four of its blocks.
+int64_t GroupAttention::DigestTokens(int32_t level) const {
+  if (!has_spread_) return kernels::CpuBlocks(segments_, level);
+  return int64_t{kernels::CpuBlocks(segments_, 0)} * kDigestVectors / kDigestPieces;
 }
 
 std::vector<double> GroupAttention::Interactions(int64_t g) const {

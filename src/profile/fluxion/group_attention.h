@@ -28,18 +28,19 @@ struct AttentionPart {
 };
 
 // The digests of a sequence's KV head by which its blocks are known: of every 16 keys the means of
-// each four, and, if `spread`, the spread around them. They are those of kernels::LevelDigests at
-// level 0, but for the centre, which changes no order, and the rounding to e4m3.
+// each four, and, if `has_spread`, the spread around them. They are those of kernels::LevelDigests
+// at level 0, but for the centre, which changes no order, and the rounding to e4m3.
 class UnitDigests {
  public:
   // Covers all whole blocks of [0, tokens).
-  UnitDigests(const HeadCache& cache, int64_t tokens, bool spread);
+  UnitDigests(const HeadCache& cache, int64_t tokens, bool has_spread);
   // Returns the score of a block of level 0, as kernels::LevelScores does.
   double Score(const float* q, int64_t block) const;
+  bool has_spread() const { return has_spread_; }
 
  private:
   const int64_t dim_;
-  const bool spread_;
+  const bool has_spread_;
   std::vector<float> vectors_;  // [blocks][kDigestVectors][head_dim]
 };
 
@@ -59,6 +60,9 @@ class GroupAttention {
   // Returns attention to the default set alone, and its error.
   AttentionPart Resident(int64_t g) const;
   double ResidentError(int64_t g) const;
+  // Returns how many tokens of K and V, in bf16, have as many bytes as the digests by which the cpu
+  // segment's blocks of a level are ranked.
+  int64_t DigestTokens(int32_t level) const;
   // Returns q k / (|q| sqrt(head_dim)) of each token of the cpu segment.
   std::vector<double> Interactions(int64_t g) const;
 
@@ -112,6 +116,7 @@ class GroupAttention {
   const float* const q_;
   const int64_t group_;
   const kernels::FluxionSegments segments_;
+  const bool has_spread_;
   std::vector<Head> heads_;
 };
 

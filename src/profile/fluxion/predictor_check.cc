@@ -72,7 +72,7 @@ void AddGroup(const GroupAttention& of, absl::Span<const Head> heads, double bou
   if (plan.level < 0) return;
   ++sums->tasks;
   ++sums->levels[static_cast<size_t>(plan.level)];
-  sums->digests += kernels::CpuBlocks(of.segments(), plan.level);
+  sums->digests += of.DigestTokens(plan.level);
   sums->tokens += outcome.tokens;
   sums->volume += plan.volume;
 }

@@ -47,8 +47,8 @@ BudgetSource ScoreSource(double share);
 BudgetSource TableSource(const HeadTable* table);  // outlives it
 BudgetSource PredictorSource(const std::string& name, const FluxionPredictor* predictor);  // same
 
-// The sums of one source over rows. Bytes are in tokens of one KV head: a digest counts as one, and
-// so do the key and the value of a token.
+// The sums of one source over rows. Bytes are in tokens of one KV head: the key and the value of a
+// token count as one, and so do four vectors of digests.
 struct SourceSums {
   int64_t groups = 0, tasks = 0;    // tasks: groups that read anything
   int64_t digests = 0, tokens = 0;  // read; tokens of the union of a group's heads

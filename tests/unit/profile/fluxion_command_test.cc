@@ -68,6 +68,23 @@ TEST_CASE("samples of a model's documents are collected, train a predictor, and 
   CHECK(RunFluxionCommand({"features", dir.File("p"), "--samples", dir.File("samples")}) == 0);
   CHECK(RunFluxionCommand({"features", dir.File("p")}) == 2);
 
+  SECTION("the published form has digests without a spread, and budgets by these") {
+    collect[2] = dir.File("published");
+    collect.push_back("--all-levels");
+    REQUIRE(RunFluxionCommand(collect) == 0);
+    const auto published = ReadFluxionSamples(dir.File("published"));
+    REQUIRE(published.ok());
+    REQUIRE(published->samples.size() == samples->samples.size());
+    const auto sum = [](const FluxionSamples& all) {
+      double of_first_level = 0;
+      for (const FluxionSample& sample : all.samples) of_first_level += double{sample.budgets[1]};
+      return of_first_level;
+    };
+    CHECK(sum(*published) != sum(*samples));
+    check[3] = dir.File("published");
+    check.push_back("--all-levels");
+    CHECK(RunFluxionCommand(check) == 0);
+  }
   SECTION("a damaged file, and one of another model, are refused") {
     auto other = *samples;
     other.model_fingerprint = std::string(64, 'b');

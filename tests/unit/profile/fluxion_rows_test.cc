@@ -188,6 +188,12 @@ TEST_CASE("parts, budgets and selections of a group are those of naive sums") {
   const FluxionSegments of = SegmentsOf(static_cast<int32_t>(tokens - 1));
   const float* const q = head.q.data() + (tokens - 1) * group * kDim;
   const GroupAttention attention(cache, digests, q, group, of);
+  for (int32_t level = 0; level < kFluxionLevels; ++level) {
+    // A digest of 16 tokens has 5 bytes for each element of a key, a token's key and value have 4.
+    const int64_t bytes =
+        has_spread ? 5 * kernels::CpuTokens(of) / 16 : 4 * int64_t{kernels::CpuBlocks(of, level)};
+    CHECK(4 * attention.DigestTokens(level) == bytes);
+  }
   for (int64_t g = 0; g < group; ++g) {
     const float* const query = q + g * kDim;
     double lse = 0;
@@ -272,6 +278,7 @@ TEST_CASE("a document's rows have a sample for each head, with the features that
   options.anchor_stride = 600;
   options.rows = 4;
   options.distance = 50;
+  options.all_levels = GENERATE(false, true);
   int rows = 0;
   MeasureDocument(options, captured, 5, 1, [&](const LayerRow& row) {
     ++rows;
@@ -327,7 +334,8 @@ TEST_CASE("a document's rows have a sample for each head, with the features that
       CHECK(sample.streaming ==
             (row.groups[0].ResidentError(static_cast<int64_t>(g)) <= row.bound));
       if (sample.streaming) continue;
-      CHECK(sample.budgets[2] == Approx(NaiveBudget(head, q, now, 1, row.bound)).epsilon(1e-5));
+      CHECK(sample.budgets[2] ==
+            Approx(NaiveBudget(head, q, now, 1, !options.all_levels, row.bound)).epsilon(1e-5));
     }
   });
   CHECK(rows == 8);
