@@ -53,7 +53,8 @@ __device__ __forceinline__ void SplitFp16(float x, float y, uint32_t& high, uint
 }
 
 // Squares are multiplied by this, and their sums by its inverse: elements of queries up to 4,096,
-// which no model exceeds, have squares within fp16. Larger ones have scores that are not numbers.
+// which no model exceeds, have squares within fp16. A larger one has a sum that is not a number,
+// and Deviations makes 0 of it.
 constexpr float kSquareScale = 0x1p-9f;
 
 // Returns what a row's spread adds to its best piece, from the product of squares and spread.

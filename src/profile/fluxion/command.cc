@@ -72,7 +72,7 @@ struct Source {
                  "allowed",
                  0, 1, &rows.tau);
     flags.Switch("all-levels",
-                 "digests have four vectors, as in the published form, where all sizes of block\n"
+                 "digests have four vectors, as in the published form, where all sizes of block "
                  "have digests, in place of five",
                  &rows.all_levels);
     flags.Choice("device", {"cpu", "cuda"}, "device that computes the documents", &device);
