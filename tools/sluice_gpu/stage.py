@@ -67,24 +67,25 @@ class Item:
     kind: str  # row of the printed table
 
 
-def build_benches(place: Place) -> None:
-    """Builds the benches, which the default build leaves out."""
-    build = subprocess.run(["cmake", "--build", str(place.root / PRESET), "--target", "benches"])
+def build_staged(place: Place) -> None:
+    """Builds everything that is staged: the default build, and the benches, which it leaves out."""
+    build = subprocess.run(["cmake", "--build", str(place.root / PRESET), "--target", "all", "benches"])
     if build.returncode != 0:
-        raise SystemExit("gpu-stage: target benches does not build")
+        raise SystemExit("gpu-stage: the programs or the benches do not build")
 
 
 def programs(place: Place) -> list[Path]:
     """Returns the programs to carry. A test program is carried as soon as it has a CUDA case."""
     found = [place.bin / name for name in PROGRAMS]
     missing = [p.name for p in found if not p.is_file()]
-    tests = list(dict.fromkeys(program for program, _ in cases.cuda_cases(place)))
-    if not tests:
+    if not missing:
+        build_staged(place)
+    tests = list(dict.fromkeys(program for program, _ in cases.cuda_cases(place))) if not missing else []
+    if not missing and not tests:
         missing.append("tests with CUDA cases")
     if missing:
         raise SystemExit(f"gpu-stage: {PRESET}/bin lacks {', '.join(missing)}: build first, with nvcc on "
                          f"PATH (cmake --preset release && cmake --build --preset release)")
-    build_benches(place)
     return found + tests + sorted(p for p in place.bin.glob(BENCHES)
                                   if p not in found and p.name not in bench.CPU_BENCHES)
 
