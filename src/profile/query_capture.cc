@@ -54,11 +54,7 @@ class CapturingPolicy : public ForwardingPolicy {
     const uint8_t* at = At(layer) + kChunkTokens * shape_.qkv_bytes() +
                         row * shape_.written_bytes() +
                         (kv_head * 2 + part) * shape_.head_dim * SizeOf(shape_.kv_dtype);
-    for (int64_t d = 0; d < shape_.head_dim; ++d) {
-      to->push_back(shape_.kv_dtype == DType::kFloat32
-                        ? reinterpret_cast<const float*>(at)[d]
-                        : BFloat16ToFloat(reinterpret_cast<const uint16_t*>(at)[d]));
-    }
+    AppendFloats(at, shape_.head_dim, shape_.kv_dtype, to);
   }
 
   static int64_t LayerBytes(const RowShape& shape) {
@@ -166,6 +162,14 @@ class Capture {
 };
 
 }  // namespace
+
+void AppendFloats(const void* elements, int64_t count, DType type, std::vector<float>* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    to->push_back(type == DType::kFloat32
+                      ? static_cast<const float*>(elements)[i]
+                      : BFloat16ToFloat(static_cast<const uint16_t*>(elements)[i]));
+  }
+}
 
 absl::StatusOr<CapturedQueries> CaptureQueries(
     Device* device, Model* model, const std::vector<Prompt>& prompts, int64_t tokens,

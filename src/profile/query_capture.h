@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "src/base/dtype.h"
 #include "src/device/device.h"
 #include "src/model/model.h"
 #include "src/profile/traffic.h"
@@ -27,6 +28,9 @@ struct CapturedQueries {
     return heads[static_cast<size_t>(layer * kv_heads + head)];
   }
 };
+
+// Appends `count` elements of a cache, which are float32 or bfloat16.
+void AppendFloats(const void* elements, int64_t count, DType type, std::vector<float>* to);
 
 // Computes the prompts with full attention and keeps about `tokens` of their tokens, evenly spread.
 // `progress(done, all)` gets numbers of prompt tokens. Values are kept only if wanted. REQUIRES:

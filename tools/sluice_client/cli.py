@@ -221,6 +221,7 @@ def _add_plot_heads(p) -> None:
 def _add_plot_fluxion(p) -> None:
     p.add_argument("--summary", metavar="FILE", help="the file that sluice-profile fluxion summary --json wrote")
     p.add_argument("--check", metavar="FILE", help="the file that sluice-profile fluxion check --json wrote")
+    p.add_argument("--figures", metavar="FILE", help="the file that sluice-profile fluxion figures --json wrote")
     p.add_argument("--out", metavar="PNG", help="the picture (default: the first file's name and .png)")
 
 
@@ -271,8 +272,8 @@ def _check(parser: argparse.ArgumentParser, args) -> None:
     if args.command == "status" and not (args.decode or args.prefill):
         parser.error("status needs a node: give --decode ADDR or --prefill ADDR, or set SLUICE_DECODE or "
                      "SLUICE_PREFILL in the environment")
-    if args.command == "plot-fluxion" and not (args.summary or args.check):
-        parser.error("plot-fluxion needs something to draw: give --summary FILE, --check FILE or both")
+    if args.command == "plot-fluxion" and not (args.summary or args.check or args.figures):
+        parser.error("plot-fluxion needs something to draw: give --summary FILE, --check FILE or --figures FILE")
     if args.command == "generate":
         if args.prompt is not None and not args.tokenizer:
             parser.error("--prompt needs --tokenizer DIR (the model's directory)")

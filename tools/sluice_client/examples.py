@@ -104,11 +104,14 @@ It needs matplotlib: .venv/bin/pip install matplotlib
   build/release/bin/sluice-profile fluxion summary m.samples --predictor m.predictor --json summary.json
   build/release/bin/sluice-profile fluxion check m.predictor --model models/m --texts other.json --json check.json
   tools/sluice plot-fluxion --summary summary.json --check check.json --out fluxion.png
+  build/release/bin/sluice-profile fluxion figures --model models/m --texts other.json --json figures.json
+  tools/sluice plot-fluxion --figures figures.json
 
 A summary gives the budget over the size of block of heads that do not stream (median, quartiles, and heads one by
 one), the line of equation 1 with its R², and maps of layers and query heads: in how many samples a head streams, and
 in how many the predictor says so. A check gives what each way to budget reads, and its heads further off than tau:
-what lies below and to the left of the grey lines is better than the fixed budget.
+what lies below and to the left of the grey lines is better than the fixed budget. Figures are 3, 4, 10b and 11 of the
+paper: what a share of the scores is worth, the sink, what heads contribute, the effect of tau, and how normal q k is.
 It needs matplotlib: .venv/bin/pip install matplotlib
 """,
 }

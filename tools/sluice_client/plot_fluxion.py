@@ -2,32 +2,36 @@
 
 `summary --json` gives the budget over the size of block, with the line of equation 1 and how well it fits, and maps of
 layers and query heads that stream. `check --json` gives what each way to budget reads and how often it is further off
-than tau. The programs compute the numbers; this only draws them. Only this needs matplotlib.
+than tau. `figures --json` gives what plot_fluxion_figures.py draws. The programs compute the numbers; this only draws them. Only this needs matplotlib.
 """
 
 import json
 import math
 from pathlib import Path
 
+from sluice_client import plot_fluxion_figures
 from sluice_client.errors import ToolError
 from sluice_client.plot_policies import import_pyplot
 
 # Heads that are drawn one by one.
 SINGLE_HEADS = 6
 
+# What a file of each kind has that must not be empty.
+_NEEDED = {"summary": "heads", "check": "sources", "figures": "layers"}
+
 _FIRST_BLOCK = 1  # the list of blocks begins with single tokens, which the figure leaves out
 
 
 def load(path: str, kind: str) -> dict:
-    """Returns what `sluice-profile fluxion KIND --json` wrote, where `kind` is summary or check."""
+    """Returns what `sluice-profile fluxion KIND --json` wrote, where `kind` is summary, check or figures."""
     remedy = f"sluice-profile fluxion {kind} --json {path} writes it"
     try:
         root = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ToolError(f"{path}: {error}; {remedy}") from error
     if not isinstance(root, dict) or root.get("format") != f"sluice-fluxion-{kind}" or root.get("version") != 1:
-        raise ToolError(f"{path} is not a {kind} of this version: {remedy}")
-    if not root.get("heads" if kind == "summary" else "sources"):
+        raise ToolError(f"{path} is not a file of {kind} of this version: {remedy}")
+    if not root.get(_NEEDED[kind]):
         raise ToolError(f"{path} is empty: {remedy}")
     return root
 
@@ -137,7 +141,7 @@ def _draw_check(axes, check: dict) -> None:
     axes.set_title("what ways to budget read and miss", fontsize=9)
 
 
-def panels(summary: dict | None, check: dict | None) -> list:
+def panels(summary: dict | None, check: dict | None, figures: dict | None = None) -> list:
     """Returns functions that draw a panel each."""
     found = []
     if summary is not None:
@@ -150,15 +154,17 @@ def panels(summary: dict | None, check: dict | None) -> list:
             found.append(_map_drawer(summary, "told", "heads that the predictor says stream"))
     if check is not None:
         found.append(lambda axes: _draw_check(axes, check))
+    if figures is not None:
+        found += plot_fluxion_figures.panels(figures)
     return found
 
 
-def draw(summary: dict | None, check: dict | None, out: Path) -> None:
+def draw(summary: dict | None, check: dict | None, figures: dict | None, out: Path) -> None:
     if check is not None:
         points(check)  # which refuses what cannot be drawn
     pyplot = import_pyplot()
-    drawers = panels(summary, check)
-    columns = min(2, len(drawers))
+    drawers = panels(summary, check, figures)
+    columns = min(2 if figures is None else 3, len(drawers))
     rows = -(-len(drawers) // columns)
     figure, grid = pyplot.subplots(rows, columns, figsize=(6.2 * columns, 4.6 * rows), squeeze=False)
     places = [axes for row in grid for axes in row]
@@ -172,11 +178,13 @@ def draw(summary: dict | None, check: dict | None, out: Path) -> None:
 
 
 def run(args) -> int:
-    summary = load(args.summary, "summary") if args.summary else None
-    check = load(args.check, "check") if args.check else None
-    if summary and check and summary["model_fingerprint"] != check["model_fingerprint"]:
-        raise ToolError(f"{args.check} is of another model than {args.summary}: draw them by two commands")
-    out = Path(args.out or f"{args.summary or args.check}.png")
-    draw(summary, check, out)
+    paths = {kind: getattr(args, kind) for kind in _NEEDED}
+    roots = {kind: load(path, kind) if path else None for kind, path in paths.items()}
+    given = [kind for kind in _NEEDED if roots[kind]]
+    for kind in given[1:]:
+        if roots[kind]["model_fingerprint"] != roots[given[0]]["model_fingerprint"]:
+            raise ToolError(f"{paths[kind]} is of another model than {paths[given[0]]}: draw them by two commands")
+    out = Path(args.out or f"{paths[given[0]]}.png")
+    draw(roots["summary"], roots["check"], roots["figures"], out)
     print(out)
     return 0

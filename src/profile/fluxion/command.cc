@@ -11,17 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
-#include "src/bench/harness/bench_device.h"
-#include "src/bench/policies/quality.h"
 #include "src/bench/report/flags.h"
-#include "src/device/cpu/cpu_device.h"
 #include "src/profile/fluxion/command_parts.h"
-#include "src/profile/fluxion/document_rows.h"
+#include "src/profile/fluxion/document_source.h"
 #include "src/profile/fluxion/predictor_check.h"
 #include "src/profile/fluxion/predictor_training.h"
 #include "src/profile/fluxion/sample_file.h"
 #include "src/profile/progress.h"
-#include "src/profile/traffic.h"
 
 namespace sluice {
 namespace {
@@ -33,7 +29,7 @@ using fluxion::Parse;
 using fluxion::ReadAllSamples;
 
 constexpr char kUsage[] =
-    "usage: sluice-profile fluxion collect|train|check|features|summary [flags]\n"
+    "usage: sluice-profile fluxion collect|train|check|features|summary|figures [flags]\n"
     "\n"
     "Makes the predictor of policy fluxion, which tells how much of the cache outside HBM each\n"
     "query head needs.\n"
@@ -45,100 +41,13 @@ constexpr char kUsage[] =
     "  features tells what a predictor makes of each feature\n"
     "  summary  tells what samples say of a model: budgets by size of block, and which heads "
     "stream\n"
+    "  figures  measures figures 3, 4, 10b and 11 of the paper: what a share of the scores is\n"
+    "           worth, values of the sink, the normality of q k, and the effect of tau\n"
     "\n"
     "Each has a --help of its own.\n";
 
-// Documents, and the model that computes them.
-struct Source {
-  std::string model, traffic, texts, device = "cpu", kernels = "auto";
-  int64_t threads = 0, first = 1, most = 1'000'000;
-  DocumentRowsOptions rows;
-
-  void AddFlags(Flags& flags) {
-    flags.Text("model", "DIR", "Hugging Face directory", &model);
-    flags.Text("traffic", "FILE",
-               "documents, one a line: token ids, or JSON with \"prompt_token_ids\"", &traffic);
-    flags.Text("texts", "FILE", "documents that tools/sluice texts wrote, in place of --traffic",
-               &texts);
-    flags.Integer("first-document", "number of the first document of the file to take, from 1", 1,
-                  1 << 30, &first);
-    flags.Integer("documents", "maximum number of documents", 1, 1 << 30, &most);
-    flags.Integer("anchor-stride", "tokens between the positions where a prompt is taken to end", 1,
-                  1 << 20, &rows.anchor_stride);
-    flags.Integer("rows", "rows that are measured behind each of them", 1, 4096, &rows.rows);
-    flags.Integer("distance", "tokens from there to the farthest row", 1, 1 << 20, &rows.distance);
-    flags.Number("tau",
-                 "error of a head's output, as a share of the layer's largest, that is "
-                 "allowed",
-                 0, 1, &rows.tau);
-    flags.Switch("all-levels",
-                 "digests have four vectors, as in the published form, where all sizes of block "
-                 "have digests, in place of five",
-                 &rows.all_levels);
-    flags.Choice("device", {"cpu", "cuda"}, "device that computes the documents", &device);
-    flags.Text("kernels", "NAME", "CPU kernels, as in sluice-server", &kernels);
-    flags.Integer("threads", "threads that compute; 0: as the server chooses", 0, 1024, &threads);
-  }
-
-  absl::StatusOr<std::vector<Prompt>> Documents(int64_t vocab) const {
-    if (traffic.empty() == texts.empty()) {
-      return absl::InvalidArgumentError("give documents by --traffic or by --texts (see --help)");
-    }
-    std::vector<Prompt> all;
-    if (!traffic.empty()) {
-      SLUICE_ASSIGN_OR_RETURN(all, ReadTraffic(traffic, vocab));
-    } else {
-      SLUICE_ASSIGN_OR_RETURN(bench::QualityTexts read,
-                              bench::ReadQualityTexts(texts, static_cast<int>(vocab)));
-      for (auto& text : read.texts) all.push_back(std::move(text.ids));
-    }
-    if (first > std::ssize(all)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--first-document ", first, ": the file has ", all.size(), " documents"));
-    }
-    all.erase(all.begin(), all.begin() + first - 1);
-    if (most < std::ssize(all)) all.resize(static_cast<size_t>(most));
-    return all;
-  }
-
-  // Measures the documents' rows and returns the fingerprint of the model. `check` gets it before.
-  absl::StatusOr<std::string> Measure(const std::string& title,
-                                      const std::function<absl::Status(const std::string&)>& check,
-                                      const std::function<void(const LayerRow&)>& visit) const {
-    if (model.empty()) return Missing("model", "name the model's directory (see --help)");
-    const int team = threads > 0 ? static_cast<int>(threads) : DefaultThreads();
-    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<bench::BenchDevice> held,
-                            bench::BenchDevice::Create({device, kernels, team}));
-    Model::Options load;
-    load.directory = model;
-    load.max_rows = 512;
-    load.max_logits = 1;
-    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> loaded,
-                            Model::Load(load, &held->device()));
-    if (loaded->config().latent.has_value()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(loaded->config().architecture,
-                       " has latent caches, and policy fluxion is for keys and values of heads"));
-    }
-    SLUICE_RETURN_IF_ERROR(check(loaded->fingerprint()));
-    SLUICE_ASSIGN_OR_RETURN(const std::vector<Prompt> documents,
-                            Documents(loaded->config().vocab_size));
-    for (const Prompt& document : documents) {
-      if (std::ssize(document) <= loaded->max_context()) continue;
-      return absl::InvalidArgumentError(absl::StrCat("a document has ", document.size(),
-                                                     " tokens, and the model has a context of ",
-                                                     loaded->max_context(), ": take shorter ones"));
-    }
-    Progress bar(title);
-    SLUICE_RETURN_IF_ERROR(MeasureDocuments(
-        rows, &held->device(), loaded.get(), documents, static_cast<int32_t>(first), team,
-        [&bar](int64_t done, int64_t all) { bar.Show(done, all); }, visit));
-    return loaded->fingerprint();
-  }
-};
-
 int Collect(absl::Span<const std::string> args) {
-  Source source;
+  fluxion::DocumentSource source;
   std::string out;
   Flags flags(
       "sluice-profile fluxion collect",
@@ -148,13 +57,14 @@ int Collect(absl::Span<const std::string> args) {
       "  tools/sluice texts --tokenizer models/m --out texts.json\n"
       "  sluice-profile fluxion collect --model models/m --texts texts.json --out m.samples");
   source.AddFlags(flags);
+  source.AddLevels(flags);
   flags.Text("out", "FILE", "file that the samples are written to", &out);
   if (const auto end = Parse(flags, "collect", args)) return *end;
   if (out.empty()) return Fail("collect", Missing("out", "name the file to write (see --help)"), 2);
   FluxionSamples samples;
   std::mutex mutex;
   const absl::StatusOr<std::string> fingerprint = source.Measure(
-      "documents", [](const std::string&) { return absl::OkStatus(); },
+      [](const std::string&) { return absl::OkStatus(); },
       [&](const LayerRow& row) {
         const std::lock_guard lock(mutex);
         samples.samples.insert(samples.samples.end(), row.heads.begin(), row.heads.end());
@@ -253,7 +163,7 @@ void PrintCheck(const PredictorCheck& check) {
 }
 
 int Check(absl::Span<const std::string> args) {
-  Source source;
+  fluxion::DocumentSource source;
   std::vector<std::string> paths, samples_paths;
   std::string json_file;
   double fixed = 0.05, quantile = PredictorTrainingOptions().quantile;
@@ -268,6 +178,7 @@ int Check(absl::Span<const std::string> args) {
               "      --samples m.samples --json check.json");
   flags.Rest("FILE", "predictors", &paths);
   source.AddFlags(flags);
+  source.AddLevels(flags);
   flags.Repeated("samples", "FILE", "file of samples, for the table of heads",
                  [&](const std::string& path) {
                    samples_paths.push_back(path);
@@ -302,7 +213,7 @@ int Check(absl::Span<const std::string> args) {
   }
   PredictorCheck check(std::move(sources));
   const absl::StatusOr<std::string> measured = source.Measure(
-      "documents",
+
       [&](const std::string& fingerprint) -> absl::Status {
         for (const FluxionPredictor& predictor : predictors) {
           SLUICE_RETURN_IF_ERROR(CheckFluxionPredictor(predictor, fingerprint));
@@ -333,15 +244,16 @@ int RunFluxionCommand(const std::vector<std::string>& args) {
   if (command == "check") return Check(rest);
   if (command == "features") return fluxion::Features(rest);
   if (command == "summary") return fluxion::Summary(rest);
+  if (command == "figures") return fluxion::Figures(rest);
   if (command == "--help") {
     std::fputs(kUsage, stdout);
     return 0;
   }
   std::fprintf(stderr, "sluice-profile fluxion: %s (see --help)\n",
                command.empty()
-                   ? "takes collect, train, check, features or summary"
+                   ? "takes collect, train, check, features, summary or figures"
                    : absl::StrCat("there is no '", command,
-                                  "': it takes collect, train, check, features or summary")
+                                  "': it takes collect, train, check, features, summary or figures")
                          .c_str());
   return 2;
 }

@@ -1,5 +1,5 @@
 // The commands of `sluice-profile fluxion` share these parts: their ends, their files, and the
-// commands that need samples and no model.
+// commands that have a file of their own.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -37,5 +37,6 @@ absl::Status WriteJson(const nlohmann::json& root, const std::string& path);
 // Run the command of that name with the arguments behind it, and return the exit status.
 int Features(absl::Span<const std::string> args);
 int Summary(absl::Span<const std::string> args);
+int Figures(absl::Span<const std::string> args);
 
 }  // namespace sluice::fluxion

@@ -90,17 +90,16 @@ class DocumentLayer {
     LayerRow row;
     row.layer = layer_;
     row.position = position;
-    double largest = 0;
     for (size_t kv = 0; kv < caches_.size(); ++kv) {
       const HeadQueries& of = captured_.of(layer_, static_cast<int64_t>(kv));
       row.groups.emplace_back(caches_[kv], *digests_[kv],
                               of.q.data() + position * group_ * captured_.head_dim, group_,
                               SegmentsOf(static_cast<int32_t>(position)));
       for (int64_t g = 0; g < group_; ++g) {
-        largest = std::max(largest, row.groups.back().whole(g).Length());
+        row.largest = std::max(row.largest, row.groups.back().whole(g).Length());
       }
     }
-    row.bound = options_.tau * largest;
+    row.bound = options_.tau * row.largest;
     return row;
   }
 

@@ -34,7 +34,8 @@ absl::Status CheckDocumentRowsOptions(const DocumentRowsOptions& options);
 struct LayerRow {
   int64_t layer = 0;
   int64_t position = 0;
-  double bound = 0;  // the error that keeps to tau: tau times the largest |o| of the layer's heads
+  double largest = 0;                  // |o| of the layer's heads
+  double bound = 0;                    // the error that keeps to tau: tau times `largest`
   std::vector<GroupAttention> groups;  // by KV head
   std::vector<FluxionSample> heads;    // by query head
   // By query head: whether the head streamed at the anchor.

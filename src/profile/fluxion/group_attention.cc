@@ -115,14 +115,14 @@ GroupAttention::GroupAttention(const HeadCache& cache, const UnitDigests& digest
       heads_(static_cast<size_t>(group)) {
   const int64_t dim = cache.head_dim;
   const double scale = 1 / std::sqrt(static_cast<double>(dim));
-  std::vector<double> scores(static_cast<size_t>(segments.end));
   for (int64_t g = 0; g < group; ++g) {
     Head& head = heads_[static_cast<size_t>(g)];
+    std::vector<double>& scores = head.scores;
+    scores.resize(static_cast<size_t>(segments.end));
     for (int64_t t = 0; t < segments.end; ++t) {
       scores[static_cast<size_t>(t)] = scale * Dot(q + g * dim, cache.k + t * dim, dim);
     }
     head.largest = *std::max_element(scores.begin(), scores.end());
-    head.scores.assign(scores.begin() + segments.sink, scores.begin() + segments.local);
     for (int64_t unit = kernels::FirstBlock(segments, 0); unit < kernels::EndBlock(segments, 0);
          ++unit) {
       head.unit_scores.push_back(digests.Score(q + g * dim, unit));
@@ -154,6 +154,16 @@ AttentionPart GroupAttention::Part(const std::vector<double>& scores, int64_t be
   for (double& o : part.o) o /= sum;
   part.lse = largest + std::log(sum);
   return part;
+}
+
+double GroupAttention::Weight(const Head& head, int64_t token) const {
+  return std::exp(head.scores[static_cast<size_t>(token)] - head.largest);
+}
+
+std::vector<int32_t> GroupAttention::TokenOrder(const Head& head, int64_t begin,
+                                                int64_t end) const {
+  const std::vector<double> of(head.scores.begin() + begin, head.scores.begin() + end);
+  return Descending(of, static_cast<int32_t>(begin));
 }
 
 std::vector<double> GroupAttention::Query(int64_t g) const {
@@ -208,11 +218,13 @@ GroupAttention::Units GroupAttention::UnitsOfSegment(const Head& head) const {
   const auto dim = static_cast<size_t>(cache_.head_dim);
   const auto unit_tokens = static_cast<size_t>(LevelTokens(0));
   Units units;
-  units.weights.resize(head.scores.size() / unit_tokens);
+  const auto tokens = static_cast<size_t>(CpuTokens(segments_));
+  units.weights.resize(tokens / unit_tokens);
   units.values.resize(units.weights.size() * dim);
-  for (size_t i = 0; i < head.scores.size(); ++i) {
-    const double weight = std::exp(head.scores[i] - head.largest);
-    const float* const v = cache_.v + (segments_.sink + static_cast<int64_t>(i)) * cache_.head_dim;
+  for (size_t i = 0; i < tokens; ++i) {
+    const int64_t token = segments_.sink + static_cast<int64_t>(i);
+    const double weight = Weight(head, token);
+    const float* const v = cache_.v + token * cache_.head_dim;
     double* const values = units.values.data() + i / unit_tokens * dim;
     units.weights[i / unit_tokens] += weight;
     for (size_t d = 0; d < dim; ++d) values[d] += weight * double{v[d]};
@@ -277,9 +289,9 @@ double GroupAttention::TokenBudget(int64_t g, double bound) const {
   const Head& head = Of(g);
   const auto dim = static_cast<size_t>(cache_.head_dim);
   Units tokens;
-  for (const int32_t t : Descending(head.scores, 0)) {
-    const double weight = std::exp(head.scores[static_cast<size_t>(t)] - head.largest);
-    const float* const v = cache_.v + (segments_.sink + t) * cache_.head_dim;
+  for (const int32_t t : TokenOrder(head, segments_.sink, segments_.local)) {
+    const double weight = Weight(head, t);
+    const float* const v = cache_.v + t * cache_.head_dim;
     tokens.weights.push_back(weight);
     for (size_t d = 0; d < dim; ++d) tokens.values.push_back(weight * double{v[d]});
   }
@@ -297,6 +309,32 @@ double GroupAttention::ScoreBudget(int64_t g, int32_t level, double share) const
   while (count < units.weights.size() && held < share * whole) held += units.weights[count++];
   return std::min(1.0, static_cast<double>(static_cast<int64_t>(count) * unit) /
                            static_cast<double>(CpuTokens(segments_)));
+}
+
+std::vector<GroupAttention::Kept> GroupAttention::KeepScores(int64_t g,
+                                                             const std::vector<double>& shares,
+                                                             bool beside) const {
+  const Head& head = Of(g);
+  const std::vector<int32_t> order = beside ? TokenOrder(head, segments_.sink, segments_.local)
+                                            : TokenOrder(head, 0, segments_.end);
+  const double whole = std::exp(head.whole.lse - head.largest);
+  double held = beside ? head.resident : 0;
+  std::vector<double> sum = head.resident_sum;
+  if (!beside) std::fill(sum.begin(), sum.end(), 0.0);
+  std::vector<Kept> out;
+  size_t count = 0;
+  for (const double share : shares) {
+    for (; count < order.size() && held < share * whole; ++count) {
+      const double weight = Weight(head, order[count]);
+      const float* const v = cache_.v + order[count] * cache_.head_dim;
+      held += weight;
+      for (size_t d = 0; d < sum.size(); ++d) sum[d] += weight * double{v[d]};
+    }
+    double error = 0;
+    for (size_t d = 0; d < sum.size(); ++d) error += std::pow(sum[d] / held - head.whole.o[d], 2);
+    out.push_back({static_cast<int64_t>(count), std::sqrt(error)});
+  }
+  return out;
 }
 
 GroupAttention::Outcome GroupAttention::Select(int32_t level,
@@ -322,8 +360,8 @@ GroupAttention::Outcome GroupAttention::Select(int32_t level,
     for (size_t d = 0; d < dim; ++d) {
       double sum = Of(g).resident_sum[d];
       for (size_t i = 0; i < selected.size(); ++i) sum += units.values[i * dim + d];
-      const double off = sum / weight - Of(g).whole.o[d];
-      error += off * off;
+      outcome.outputs.push_back(sum / weight);
+      error += std::pow(outcome.outputs.back() - Of(g).whole.o[d], 2);
     }
     outcome.errors.push_back(std::sqrt(error));
   }

@@ -51,6 +51,7 @@ class GroupAttention {
                  const kernels::FluxionSegments& segments);
 
   int64_t group() const { return group_; }
+  const HeadCache& cache() const { return cache_; }
   const kernels::FluxionSegments& segments() const { return segments_; }
   std::vector<double> Query(int64_t g) const;
   const AttentionPart& sink(int64_t g) const { return Of(g).sink; }
@@ -79,11 +80,22 @@ class GroupAttention {
   // with the default set.
   double ScoreBudget(int64_t g, int32_t level, double share) const;
 
+  // Tokens that a head attends to, and the error |o' - o| of that.
+  struct Kept {
+    int64_t tokens = 0;
+    double error = 0;
+  };
+  // Returns for each of `shares`, which ascend and lie in (0, 1), the fewest tokens that hold that
+  // share of the row's attention. With `beside` the head attends to the default set in any case;
+  // what that holds counts, and the tokens are those of the cpu segment beside it.
+  std::vector<Kept> KeepScores(int64_t g, const std::vector<double>& shares, bool beside) const;
+
   // What a group reads and misses if each head selects its best blocks and all heads attend to the
   // union of these.
   struct Outcome {
-    int64_t tokens = 0;          // of the union
-    std::vector<double> errors;  // |o' - o| by query head
+    int64_t tokens = 0;           // of the union
+    std::vector<double> errors;   // |o' - o| by query head
+    std::vector<double> outputs;  // o', [group][head_dim]
   };
   // `blocks` are numbers of blocks by query head, at one level.
   Outcome Select(int32_t level, const std::vector<int64_t>& blocks) const;
@@ -97,7 +109,7 @@ class GroupAttention {
   struct Head {
     AttentionPart sink, cpu, local, whole;
     double largest = 0;                // score
-    std::vector<double> scores;        // [cpu tokens]
+    std::vector<double> scores;        // [tokens]
     std::vector<double> unit_scores;   // of the cpu segment's blocks of level 0, by their digests
     Units units;                       // the cpu segment's blocks of level 0
     double resident = 0;               // weight of the default set
@@ -106,6 +118,9 @@ class GroupAttention {
 
   const Head& Of(int64_t g) const { return heads_[static_cast<size_t>(g)]; }
   AttentionPart Part(const std::vector<double>& scores, int64_t begin, int64_t end) const;
+  double Weight(const Head& head, int64_t token) const;
+  // Returns the tokens [begin, end) from the one with the highest score to the one with the lowest.
+  std::vector<int32_t> TokenOrder(const Head& head, int64_t begin, int64_t end) const;
   Units UnitsOfSegment(const Head& head) const;
   // Returns blocks of the level, in their order.
   Units Blocks(const Head& head, int32_t level, const std::vector<int32_t>& order) const;

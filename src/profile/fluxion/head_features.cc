@@ -16,16 +16,6 @@ double Dot(const std::vector<double>& a, const std::vector<double>& b) {
   return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
 }
 
-std::vector<double> RowLengths(const float* rows, int64_t begin, int64_t end, int64_t dim) {
-  std::vector<double> lengths;
-  for (int64_t t = begin; t < end; ++t) {
-    double sum = 0;
-    for (int64_t d = 0; d < dim; ++d) sum += double{rows[t * dim + d]} * double{rows[t * dim + d]};
-    lengths.push_back(std::sqrt(sum));
-  }
-  return lengths;
-}
-
 std::vector<double> MeanRow(const float* rows, int64_t begin, int64_t end, int64_t dim) {
   std::vector<double> mean(static_cast<size_t>(dim));
   for (int64_t t = begin; t < end; ++t) {
@@ -36,6 +26,16 @@ std::vector<double> MeanRow(const float* rows, int64_t begin, int64_t end, int64
 }
 
 }  // namespace
+
+std::vector<double> RowLengths(const float* rows, int64_t begin, int64_t end, int64_t dim) {
+  std::vector<double> lengths;
+  for (int64_t t = begin; t < end; ++t) {
+    double sum = 0;
+    for (int64_t d = 0; d < dim; ++d) sum += double{rows[t * dim + d]} * double{rows[t * dim + d]};
+    lengths.push_back(std::sqrt(sum));
+  }
+  return lengths;
+}
 
 Moments MomentsOf(const std::vector<double>& values) {
   Moments out;

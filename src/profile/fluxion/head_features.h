@@ -19,6 +19,9 @@ struct Moments {
 };
 Moments MomentsOf(const std::vector<double>& values);
 
+// Returns the lengths of rows [begin, end) of [rows][dim].
+std::vector<double> RowLengths(const float* rows, int64_t begin, int64_t end, int64_t dim);
+
 // What FluxionAnchors::kv has of a KV head.
 struct AnchorCache {
   std::array<double, kernels::kAnchorKvNumbers> numbers;

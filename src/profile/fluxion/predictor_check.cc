@@ -62,19 +62,30 @@ Plan PlanOf(const kernels::FluxionSegments& segments, absl::Span<const Head> hea
   return best;
 }
 
-void AddGroup(const GroupAttention& of, absl::Span<const Head> heads, double bound,
-              int32_t fixed_level, SourceSums* sums) {
+// Adds a group to the sums and returns what comes of its selection.
+GroupAttention::Outcome AddGroup(const GroupAttention& of, absl::Span<const Head> heads,
+                                 double bound, int32_t fixed_level, SourceSums* sums) {
   const Plan plan = PlanOf(of.segments(), heads, fixed_level);
-  const GroupAttention::Outcome outcome = of.Select(std::max(plan.level, 0), plan.blocks);
+  GroupAttention::Outcome outcome = of.Select(std::max(plan.level, 0), plan.blocks);
   ++sums->groups;
   sums->heads += of.group();
   for (const double error : outcome.errors) sums->violations += error > bound ? 1 : 0;
-  if (plan.level < 0) return;
+  if (plan.level < 0) return outcome;
   ++sums->tasks;
   ++sums->levels[static_cast<size_t>(plan.level)];
   sums->digests += of.DigestTokens(plan.level);
   sums->tokens += outcome.tokens;
   sums->volume += plan.volume;
+  return outcome;
+}
+
+// Returns the squared length of the output of all heads.
+double SquaredOutput(const LayerRow& row) {
+  double sum = 0;
+  for (const GroupAttention& of : row.groups) {
+    for (int64_t g = 0; g < of.group(); ++g) sum += std::pow(of.whole(g).Length(), 2);
+  }
+  return sum;
 }
 
 }  // namespace
@@ -172,6 +183,23 @@ BudgetSource ScoreSource(double share) {
           }};
 }
 
+BudgetSource TauSource(double tau, int32_t level) {
+  return {"oracle (" + std::to_string(tau).substr(0, 4) + ")",
+          [tau, level](const LayerRow& row, size_t head) {
+            int64_t g = 0;
+            const GroupAttention& of = GroupOf(row, head, &g);
+            const double bound = tau * row.largest;
+            Head out = kDense;
+            out.streaming = of.ResidentError(g) <= bound;
+            if (!out.streaming) {
+              out.budgets[static_cast<size_t>(level)] =
+                  static_cast<float>(of.Budget(g, level, bound));
+            }
+            return out;
+          },
+          level};
+}
+
 BudgetSource TableSource(const HeadTable* table) {
   return {"table of heads",
           [table](const LayerRow& row, size_t head) { return table->Tell(row.layer, head); }};
@@ -183,44 +211,57 @@ BudgetSource PredictorSource(const std::string& name, const FluxionPredictor* pr
           }};
 }
 
+void SourceSums::Add(const SourceSums& more) {
+  groups += more.groups;
+  tasks += more.tasks;
+  digests += more.digests;
+  tokens += more.tokens;
+  volume += more.volume;
+  heads += more.heads;
+  violations += more.violations;
+  rows += more.rows;
+  row_errors += more.row_errors;
+  streaming_right += more.streaming_right;
+  streaming_told += more.streaming_told;
+  streaming_needed += more.streaming_needed;
+  for (size_t level = 0; level < levels.size(); ++level) levels[level] += more.levels[level];
+}
+
+SourceSums MeasureSource(const BudgetSource& source, const LayerRow& row,
+                         std::vector<double>* outputs) {
+  const auto group = static_cast<size_t>(row.groups[0].group());
+  SourceSums sums;
+  std::vector<Head> heads;
+  for (size_t head = 0; head < row.heads.size(); ++head) {
+    heads.push_back(source.tell(row, head));
+    const bool needed = row.heads[head].streaming, told = heads.back().streaming;
+    sums.streaming_right += needed == told ? 1 : 0;
+    sums.streaming_told += told ? 1 : 0;
+    sums.streaming_needed += needed ? 1 : 0;
+  }
+  double error = 0;
+  for (size_t kv = 0; kv < row.groups.size(); ++kv) {
+    const GroupAttention::Outcome outcome =
+        AddGroup(row.groups[kv], absl::MakeConstSpan(heads).subspan(kv * group, group), row.bound,
+                 source.level, &sums);
+    for (const double off : outcome.errors) error += off * off;
+    if (outputs == nullptr) continue;
+    outputs->insert(outputs->end(), outcome.outputs.begin(), outcome.outputs.end());
+  }
+  const double output = SquaredOutput(row);
+  sums.rows = 1;
+  sums.row_errors = output > 0 ? std::sqrt(error / output) : 0;
+  return sums;
+}
+
 PredictorCheck::PredictorCheck(std::vector<BudgetSource> sources)
     : sources_(std::move(sources)), sums_(sources_.size()) {}
 
 void PredictorCheck::Add(const LayerRow& row) {
-  const auto group = static_cast<size_t>(row.groups[0].group());
-  std::vector<SourceSums> added(sources_.size());
-  for (size_t i = 0; i < sources_.size(); ++i) {
-    std::vector<Head> heads;
-    for (size_t head = 0; head < row.heads.size(); ++head) {
-      heads.push_back(sources_[i].tell(row, head));
-      const bool needed = row.heads[head].streaming, told = heads.back().streaming;
-      added[i].streaming_right += needed == told ? 1 : 0;
-      added[i].streaming_told += told ? 1 : 0;
-      added[i].streaming_needed += needed ? 1 : 0;
-    }
-    for (size_t kv = 0; kv < row.groups.size(); ++kv) {
-      AddGroup(row.groups[kv], absl::MakeConstSpan(heads).subspan(kv * group, group), row.bound,
-               sources_[i].level, &added[i]);
-    }
-  }
+  std::vector<SourceSums> added;
+  for (const BudgetSource& source : sources_) added.push_back(MeasureSource(source, row, nullptr));
   const std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < added.size(); ++i) {
-    SourceSums& sums = sums_[i];
-    const SourceSums& more = added[i];
-    sums.groups += more.groups;
-    sums.tasks += more.tasks;
-    sums.digests += more.digests;
-    sums.tokens += more.tokens;
-    sums.volume += more.volume;
-    sums.heads += more.heads;
-    sums.violations += more.violations;
-    sums.streaming_right += more.streaming_right;
-    sums.streaming_told += more.streaming_told;
-    sums.streaming_needed += more.streaming_needed;
-    for (size_t level = 0; level < sums.levels.size(); ++level) {
-      sums.levels[level] += more.levels[level];
-    }
-  }
+  for (size_t i = 0; i < added.size(); ++i) sums_[i].Add(added[i]);
   for (const GroupAttention& of : row.groups) cpu_tokens_ += kernels::CpuTokens(of.segments());
 }
 
@@ -238,6 +279,7 @@ nlohmann::json CheckJson(const PredictorCheck& check, const std::string& model_f
                        {"volume", of.volume},
                        {"heads", of.heads},
                        {"violations", of.violations},
+                       {"row_error", of.row_errors / static_cast<double>(of.rows)},
                        {"streaming_needed", of.streaming_needed},
                        {"streaming_told", of.streaming_told},
                        {"streaming_right", of.streaming_right},

@@ -44,6 +44,8 @@ BudgetSource OracleSource();
 BudgetSource AnchorSource();
 BudgetSource OwnOutputSource(double share);
 BudgetSource ScoreSource(double share);
+// Returns the oracle of another tau than the rows', in blocks of the level's size.
+BudgetSource TauSource(double tau, int32_t level);
 BudgetSource TableSource(const HeadTable* table);  // outlives it
 BudgetSource PredictorSource(const std::string& name, const FluxionPredictor* predictor);  // same
 
@@ -54,11 +56,19 @@ struct SourceSums {
   int64_t digests = 0, tokens = 0;  // read; tokens of the union of a group's heads
   int64_t volume = 0;               // equation 3
   int64_t heads = 0, violations = 0;
+  int64_t rows = 0;       // of a layer
+  double row_errors = 0;  // sum of |o' - o| / |o|, where o is the output of all heads of a row
   int64_t streaming_right = 0, streaming_told = 0, streaming_needed = 0;
   std::array<int64_t, kernels::kFluxionLevels> levels = {};  // tasks by level
 
   int64_t bytes() const { return digests + tokens; }
+  void Add(const SourceSums& more);
 };
+
+// Returns the sums of one row under the source. The heads' outputs are appended to `outputs`,
+// [heads][head_dim], unless it is null.
+SourceSums MeasureSource(const BudgetSource& source, const LayerRow& row,
+                         std::vector<double>* outputs);
 
 class PredictorCheck {
  public:
