@@ -167,7 +167,8 @@ struct PolicyOptions {
     // False: no block has a place in HBM for being selected often. HBM has digests, the first
     // tokens and the newest alone.
     bool resident = true;
-    // True: digests lie in DRAM, and the CPU workers score them, as published.
+    // True: digests lie in DRAM, and the CPU workers score them and select, as published. Then the
+    // device has no fixed share (`device_share` is not above 0), and `resident` is false.
     bool digests_in_dram = false;
     // True: each list chooses its size of block among all levels by equation 3, as published, and
     // all levels have digests. False: lists have blocks of block_tokens or fixed_block tokens, and

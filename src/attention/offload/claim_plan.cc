@@ -75,4 +75,22 @@ std::optional<ClaimPlan::Claimed> ClaimPlan::Next(const PartBoard& board) {
   return std::nullopt;
 }
 
+void MadeLists::BeginAt(size_t item) {
+  std::rotate(left_.begin(), left_.begin() + static_cast<std::ptrdiff_t>(item), left_.end());
+}
+
+std::optional<ClaimPlan::Claimed> MadeLists::Next(const PartBoard& board) {
+  for (size_t i = 0; i < left_.size();) {
+    const List& list = left_[i];
+    if (!board.IsMade(list.list)) {
+      ++i;
+      continue;
+    }
+    const int part = board.Claim(list.list, 0, board.Parts(list.list));
+    if (part >= 0) return ClaimPlan::Claimed{list.item, part};
+    left_.erase(left_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  return std::nullopt;
+}
+
 }  // namespace sluice

@@ -67,4 +67,35 @@ class ClaimPlan {
   size_t searched_ = 0;  // lists from there on, in a circle, of which nothing is left
 };
 
+// The order in which a worker claims the parts of lists that are made while the round goes on. How
+// long they become is not known beforehand, so nothing is planned but where each worker begins.
+class MadeLists {
+ public:
+  explicit MadeLists(size_t most_lists) { left_.reserve(most_lists); }
+
+  void Clear() { left_.clear(); }
+  // Adds a list of the sequence in `slot`.
+  void Add(int64_t list, int slot) { left_.push_back({left_.size(), list, slot}); }
+  // Has the worker begin with list `item`, in the order of Add, and take the others in a circle.
+  // REQUIRES: there are lists, and nothing was claimed since Clear.
+  void BeginAt(size_t item);
+  // Claims the next part of the lists that are made, or nothing if all of these are claimed.
+  std::optional<ClaimPlan::Claimed> Next(const PartBoard& board);
+  // Gives up the lists for whose slots `lost(slot)` is true and that are not made. Returns whether
+  // others are still to be made. REQUIRES: Next has just returned nothing.
+  template <typename Lost>
+  bool Awaits(const Lost& lost) {
+    std::erase_if(left_, [&lost](const List& list) { return lost(list.slot); });
+    return !left_.empty();
+  }
+
+ private:
+  struct List {
+    size_t item;
+    int64_t list;
+    int slot;
+  };
+  std::vector<List> left_;  // that may have unclaimed parts
+};
+
 }  // namespace sluice

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/patience.h"
 #include "src/attention/offload/pull_share.h"
 #include "src/attention/offload/worker_share.h"
 #include "src/base/status_macros.h"
@@ -28,9 +30,12 @@ class CoAttentionImpl : public CoAttention {
     counts_ = carve.Counts();
     for (int32_t i = 0; i <= options_.max_rows; ++i) counts_[i] = i;
     no_words_ = carve.NoWords();
+    word_arrays_ = carve.WordArrays();
     const int64_t lists = int64_t{options_.max_rows} * options_.kv_heads;
     std::fill_n(no_words_, lists, PartWords{});
-    for (CoAttentionSide& side : sides_) std::fill_n(side.words, lists, PartWords{});
+    for (CoAttentionSide& side : sides_) {
+      std::fill_n(side.words, word_arrays_ * lists, PartWords{});
+    }
     MakeRoomForParts();
     shares_.reserve(static_cast<size_t>(options_.workers));
     for (int w = 0; w < options_.workers; ++w) shares_.emplace_back(options_);
@@ -40,7 +45,7 @@ class CoAttentionImpl : public CoAttention {
   absl::Status Begin() {
     SlotWorkers::Options workers;
     workers.device = options_.device;
-    workers.channels = options_.layers + options_.other_channels;
+    workers.channels = options_.layers;
     workers.workers = options_.workers;
     workers.slots = options_.slots;
     workers.groups = CoAttentionGroups(options_);
@@ -69,7 +74,9 @@ class CoAttentionImpl : public CoAttention {
     piece(counts_ + queries.rows, kWord, to.rows, 1, kWord);
     piece(queries.slots, 0, to.slots, 1, queries.rows * kWord);
     piece(queries.positions, 0, to.positions, 1, queries.rows * kWord);
-    if (options_.source == nullptr) {
+    if (options_.maker != nullptr) {
+      options_.maker->Post(queries.rows, &post);
+    } else if (options_.source == nullptr) {
       SLUICE_CHECK(lists.capacity == options_.capacity);
       const int32_t count = queries.rows * options_.kv_heads;
       piece(lists.counts, 0, to.lists.counts, 1, count * kWord);
@@ -93,16 +100,28 @@ class CoAttentionImpl : public CoAttention {
     };
     piece(from.o, o, options_.heads * options_.head_dim);
     piece(from.lse, lse, options_.heads);
-    const int64_t words = int64_t{rows} * options_.kv_heads * int64_t{sizeof(PartWords)};
-    bring.pieces[bring.count++] = {
-        no_words_, from.words, 0, words, nullptr, 1, static_cast<int32_t>(words)};
+    const int64_t list_words = options_.kv_heads * int64_t{sizeof(PartWords)};
+    bring.pieces[bring.count++] = {no_words_,
+                                   from.words,
+                                   0,
+                                   options_.max_rows * list_words,
+                                   nullptr,
+                                   word_arrays_,
+                                   static_cast<int32_t>(rows * list_words)};
     options_.device->kernels().CopyRows(stream, bring);
   }
 
-  void Pull(Stream& stream, const kernels::SparseAttentionParams& attention) override {
-    SLUICE_CHECK(pull_ != nullptr && attention.rows <= options_.max_rows &&
-                 attention.capacity == options_.capacity);
-    pull_->Enqueue(stream, attention);
+  void Pull(Stream& stream, int channel, const kernels::SparseAttentionParams& attention) override {
+    kernels::SparseAttentionParams pulled = attention;
+    if (options_.maker != nullptr) {
+      const kernels::UnitLists& made = side(channel).lists;
+      pulled.units = made.units;
+      pulled.counts = made.counts;
+      pulled.capacity = made.capacity;
+    }
+    SLUICE_CHECK(pull_ != nullptr && pulled.rows <= options_.max_rows &&
+                 pulled.capacity == options_.capacity);
+    pull_->Enqueue(stream, pulled);
   }
   int64_t PulledTokens(int channel) const override {
     return pull_ == nullptr ? 0 : pull_->tokens(channel);
@@ -124,6 +143,10 @@ class CoAttentionImpl : public CoAttention {
     }
   }
 
+  ListMaker::Round RoundOf(int channel) const {
+    const CoAttentionSide& of = side(channel);
+    return {channel, *of.rows, of.slots, of.positions, of.q, of.maker_words, of.lists};
+  }
   const CoAttentionSide& side(int channel) const { return sides_[channel % kSides]; }
 
   // Written before the channel's first round, read by workers in every one.
@@ -139,7 +162,6 @@ class CoAttentionImpl : public CoAttention {
 
   absl::StatusOr<bool> Work(int worker, int channel) {
     if (worker == options_.workers) return Arbitrate(channel);
-    if (channel >= options_.layers) return options_.other_share(worker, channel - options_.layers);
     WorkerShare& share = shares_[static_cast<size_t>(worker)];
     if (pull_ != nullptr) pull_->CloseIfMissed(*workers_);
     SLUICE_ASSIGN_OR_RETURN(const bool served, Serve(worker, channel, share));
@@ -149,39 +171,81 @@ class CoAttentionImpl : public CoAttention {
 
   // The arbiter waits for others most of the time, which is no time that a worker is busy.
   absl::StatusOr<bool> Arbitrate(int channel) {
-    if (channel < options_.layers) {
-      SLUICE_RETURN_IF_ERROR(pull_->Arbitrate(*workers_, channel, side(channel), BoardOf(channel)));
-    }
+    SLUICE_RETURN_IF_ERROR(pull_->Arbitrate(*workers_, channel, side(channel), BoardOf(channel)));
     return false;
   }
+
+  // What a worker does next in a round.
+  enum class Turn { kDone, kWait, kMakeList, kAttend };
 
   // Returns whether there was a sequence to serve. A worker holds the round when it claims a part
   // and when it gives the results, not in between; if it is late, it writes nothing.
   absl::StatusOr<bool> Serve(int worker, int channel, WorkerShare& share) {
-    const uint64_t bit = uint64_t{1} << worker;
     const PartBoard board = BoardOf(channel);
     const absl::Cleanup rest = [this, worker] { workers_->SetReading(worker, -1); };
-    bool more = false;
+    RoundWait wait(options_.deadline);
+    Turn turn = Turn::kDone;
     {
       const SlotWorkers::Held held(*workers_, worker);
-      if (!held) return false;
-      share.TakeRows(side(channel), [this, bit](int slot) {
-        const uint64_t servers = workers_->Servers(slot);
-        return (servers & bit) != 0 ? servers : uint64_t{0};
-      });
-      if (share.rows().empty()) return false;
-      share.Divide(board, side(channel), channel, bit);
-      more = Claim(worker, channel, board, share);
+      if (!held || !TakeRows(worker, channel, board, share)) return false;
+      turn = Next(worker, channel, board, share, wait);
     }
     SLUICE_RETURN_IF_ERROR(SlotWorkers::InjectedFault());
-    while (more) {
-      SLUICE_RETURN_IF_ERROR(Attend(worker, channel, share));
+    while (turn != Turn::kDone) {
+      if (turn == Turn::kWait) wait.Pause();
+      if (turn == Turn::kMakeList) SLUICE_RETURN_IF_ERROR(Make(worker, channel));
+      if (turn == Turn::kAttend) SLUICE_RETURN_IF_ERROR(Attend(worker, channel, share));
       const SlotWorkers::Held held(*workers_, worker);
-      if (!held) return true;
-      share.Give(board, side(channel));
-      more = Claim(worker, channel, board, share);
+      if (!held) break;
+      if (turn == Turn::kMakeList) GiveTask(worker, channel, board);
+      if (turn == Turn::kAttend) share.Give(board, side(channel));
+      turn = Next(worker, channel, board, share, wait);
+      if (turn != Turn::kWait) wait.End();
     }
+    wait.End();
+    workers_->SetWaited(worker, wait.sum());
     return true;
+  }
+
+  // Returns whether the worker serves any row.
+  bool TakeRows(int worker, int channel, const PartBoard& board, WorkerShare& share) {
+    const uint64_t bit = uint64_t{1} << worker;
+    share.TakeRows(side(channel), [this, bit](int slot) {
+      const uint64_t servers = workers_->Servers(slot);
+      return (servers & bit) != 0 ? servers : uint64_t{0};
+    });
+    if (share.rows().empty()) return false;
+    if (options_.maker != nullptr) options_.maker->Take(worker, RoundOf(channel), *workers_);
+    share.Divide(board, side(channel), channel, bit);
+    return true;
+  }
+
+  // Claims what the worker does next.
+  Turn Next(int worker, int channel, const PartBoard& board, WorkerShare& share,
+            const RoundWait& wait) {
+    if (options_.maker != nullptr) {
+      const std::optional<int> slot = options_.maker->Claim(worker, RoundOf(channel));
+      if (slot.has_value()) {
+        workers_->SetReading(worker, *slot);
+        return Turn::kMakeList;
+      }
+    }
+    if (Claim(worker, channel, board, share)) return Turn::kAttend;
+    // The worker that had such a list may be gone.
+    const auto lost = [this](int slot) { return workers_->Failed(slot); };
+    if (!share.AwaitsLists(lost) || !wait.patient()) return Turn::kDone;
+    workers_->SetReading(worker, -1);
+    return Turn::kWait;
+  }
+
+  absl::Status Make(int worker, int channel) {
+    SLUICE_RETURN_IF_ERROR(SlotWorkers::InjectedFault());
+    options_.maker->Compute(worker, channel);
+    return absl::OkStatus();
+  }
+  void GiveTask(int worker, int channel, const PartBoard& board) {
+    const std::optional<int64_t> list = options_.maker->Give(worker, RoundOf(channel));
+    if (list.has_value()) board.SetMade(*list);
   }
 
   // Claims the worker's next part. Parts without units are answered at once. Returns false if
@@ -228,6 +292,7 @@ class CoAttentionImpl : public CoAttention {
   std::unique_ptr<float[]> part_results_[kSides];
   int32_t* counts_ = nullptr;  // [max_rows + 1] 0, 1, ...: a stream copies its row count from here
   PartWords* no_words_ = nullptr;         // [max_rows][kv_heads] zeros: a stream copies them
+  int32_t word_arrays_ = 1;               // arrays of words that a side has
   std::vector<WorkerShare> shares_;       // by worker
   std::vector<ChannelHome> homes_;        // by channel
   std::unique_ptr<SlotWorkers> workers_;  // last: its threads use all members above
@@ -256,6 +321,9 @@ absl::StatusOr<std::unique_ptr<CoAttention>> CoAttention::Create(const Options& 
       (options.source == nullptr &&
        (options.capacity < 1 || options.unit_tokens < 1 || options.part_bytes < 1))) {
     return absl::InvalidArgumentError("co-attention: a shape is not above 0");
+  }
+  if (options.source != nullptr && options.maker != nullptr) {
+    return absl::InvalidArgumentError("co-attention: a source has no lists that could be made");
   }
   SLUICE_ASSIGN_OR_RETURN(Buffer memory, options.device->Allocate(
                                              MemoryKind::kPinned, CoAttentionMemory::Bytes(options),

@@ -16,6 +16,15 @@
 // their order, so results do not depend on which worker did what, to the bit. A part is claimed
 // once: if its worker fails, nobody else does it, and the sequences of the group end.
 //
+// Lists made in the round. With a ListMaker (src/attention/offload/list_maker.h) the device posts
+// what lists are made of in place of the lists, and rings once: the workers make the lists and
+// attend to those that are there. A worker first does what makes lists, so that as many of them as
+// can be are there for whoever has nothing to make, the device among them, and goes on to parts of
+// lists without waiting for others. It waits only if nothing is left but lists that others are
+// making, for half a deadline at most, and not for those of a sequence that has failed: a worker
+// that is stuck with one ends the group's sequences alone, and no other worker is blamed. One
+// channel is under way at a time.
+//
 // The results of parts take max_rows * heads * (head_dim + 1) floats of host memory for each part
 // that a list may have, twice, of which only what has been used is resident: 16 rows of 32 heads of
 // 128 and 32 parts are 2 x 8.5 MB.
@@ -44,6 +53,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
 #include "src/attention/kv_attention.h"
+#include "src/attention/offload/list_maker.h"
 #include "src/attention/offload/slot_workers.h"
 #include "src/device/device.h"
 
@@ -102,23 +112,23 @@ class CoAttention {
     // Groups of the device's threads that take parts; 0: the device takes none, and Pull is not
     // called. The arbiter is one more thread, so that `workers` is below Mailbox::kMaxWorkers.
     int pullers = 0;
-    // Rounds of another kind, which the same workers serve: on channels [layers, layers +
-    // other_channels) they call `other_share(worker, channel - layers)`.
-    int other_channels = 0;
-    SlotWorkers::Share other_share;
+    // Makes the lists, in place of those of Start; null: the device makes them. It outlives the
+    // result.
+    ListMaker* maker = nullptr;
     // Outlives the result. With a source there are no lists, and capacity and unit_tokens are
     // ignored.
     Source* source = nullptr;
   };
-  // INVALID_ARGUMENT: a shape is not above 0, or there are pullers and a source; UNIMPLEMENTED:
+  // INVALID_ARGUMENT: a shape is not above 0, or there is a source, and pullers or a maker
+  // of lists; UNIMPLEMENTED:
   // there are pullers and the device is simulated, or the kernels lack an operator;
   // RESOURCE_EXHAUSTED: there is no memory. Further errors are those of Device::NewWorkerTeam.
   static absl::StatusOr<std::unique_ptr<CoAttention>> Create(const Options& options);
   virtual ~CoAttention() = default;
 
   // Posts the request of `channel`. `lists` are the units that each (row, KV head) attends to, in
-  // device memory; they are ignored if there is a source. `home` is the layer's host cache, with a
-  // table that the host can read.
+  // device memory; they are ignored if there is a source or a maker of lists. `home` is the layer's
+  // host cache, with a table that the host can read.
   virtual void Start(Stream& stream, int channel, const KvAttention::Queries& queries,
                      const kernels::UnitLists& lists, const kernels::PagedCache& home) = 0;
   // Writes the answer to o [rows][heads][head_dim] and lse [rows][heads], in device memory. `slots`
@@ -126,11 +136,13 @@ class CoAttention {
   virtual void Finish(Stream& stream, int channel, const int32_t* slots, int rows, float* o,
                       float* lse) = 0;
 
-  // Makes the device take parts of the lists of the request that was posted last. `attention` is
-  // that request as the device sees it: its queries, the same lists, the layer's host cache with a
-  // table of the device, and where its answer goes (o, lse), in device memory. REQUIRES: there are
-  // pullers, and the stream is after Start; what reads the answers comes after Pull and Finish.
-  virtual void Pull(Stream& stream, const kernels::SparseAttentionParams& attention) = 0;
+  // Makes the device take parts of the lists of the channel's request, which was posted last.
+  // `attention` is that request as the device sees it: its queries, the same lists (ignored if
+  // there is a maker), the layer's host cache with a table of the device, and where its answer goes
+  // (o, lse), in device memory. REQUIRES: there are pullers, and the stream is after Start; what
+  // reads the answers comes after Pull and Finish.
+  virtual void Pull(Stream& stream, int channel,
+                    const kernels::SparseAttentionParams& attention) = 0;
   // Returns the tokens of the parts that the device was given on this channel since it was made;
   // the newest unit counts as a whole one. Any thread.
   virtual int64_t PulledTokens(int channel) const = 0;

@@ -22,7 +22,8 @@ struct PullWords {
 };
 
 // One thread at a time calls a round's functions, in this order: Begin, Offer for each list, and
-// then, until the round is over, Asking, Claim and Grant.
+// then, until the round is over, Asking, Claim and Grant. A list may be offered later, too, as long
+// as no puller has been told that nothing is left.
 class PartArbiter {
  public:
   struct Part {
@@ -34,7 +35,8 @@ class PartArbiter {
   PartArbiter(const PullWords& words, int pullers);
 
   void Begin();
-  // Offers the parts of a list to the device. Lists are offered in ascending order.
+  // Offers the parts of a list to the device: before the first Asking, in ascending order, or when
+  // the list has been made.
   void Offer(int64_t list) { left_.push_back(list); }
   // Returns a puller that waits for a grant, or -1. Pullers that ask at the same time have turns.
   int Asking();

@@ -20,6 +20,14 @@ int PartBoard::MostParts(int32_t capacity, int32_t least_units) {
                               least_units);
 }
 
+void PartBoard::SetMade(int64_t list) const {
+  std::atomic_ref<uint32_t>(words_[list].made).store(1, std::memory_order_release);
+}
+
+bool PartBoard::IsMade(int64_t list) const {
+  return std::atomic_ref<uint32_t>(words_[list].made).load(std::memory_order_acquire) != 0;
+}
+
 int PartBoard::Parts(int64_t list) const {
   return counts_ == nullptr ? 1 : kernels::PartsOfList(counts_[list], least_units_);
 }

@@ -8,10 +8,11 @@
 
 namespace sluice {
 
-// The state of one list, as bits by part. Both are 0 before a round.
+// The state of one list: `claimed` and `done` are bits by part. All are 0 before a round.
 struct PartWords {
   uint32_t claimed = 0;
   uint32_t done = 0;
+  uint32_t made = 0;  // 1: the list is there, where it is made while the round goes on
 };
 
 // A view of the lists of one round. Any thread may call these functions.
@@ -24,6 +25,12 @@ class PartBoard {
 
   // Returns the largest number of parts of any list of at most `capacity` units.
   static int MostParts(int32_t capacity, int32_t least_units);
+
+  // Says that the list is there, with its units and its count, where lists are made while the round
+  // goes on. Nothing else may be asked of such a list by anyone for whom IsMade was not true.
+  void SetMade(int64_t list) const;
+  // Returns whether the list is there. If so, the caller sees it as it was made.
+  bool IsMade(int64_t list) const;
 
   int Parts(int64_t list) const;
   // Entries [begin, end) of a list.

@@ -2,37 +2,18 @@
 
 #include <algorithm>
 #include <limits>
-#include <thread>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/patience.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
-#include "src/device/cpu/spin_wait.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
 namespace {
-
-// The pauses of the arbiter between two looks at the asks. It has a core of its own where there are
-// enough, and lets others have it where an ask has not come for some time.
-class Patience {
- public:
-  void Reset() { looks_ = 0; }
-  void Pause() {
-    constexpr int kLooks = 256;  // some 10 us
-    if (++looks_ < kLooks) {
-      CpuRelax();
-    } else {
-      std::this_thread::yield();
-    }
-  }
-
- private:
-  int looks_ = 0;
-};
 
 absl::Status InjectedFault() {
   if (SLUICE_FAILPOINT(kAttentionArbiterExit)) {
@@ -149,9 +130,12 @@ absl::Status PullShare::Arbitrate(SlotWorkers& workers, int channel, const CoAtt
     const int puller = arbiter_.Asking();
     if (puller >= 0) {
       SLUICE_RETURN_IF_ERROR(InjectedFault());
-      if (!Answer(workers, puller, channel, side, board)) return absl::OkStatus();
-      patience.Reset();
-      continue;
+      const Reply reply = Answer(workers, puller, channel, side, board);
+      if (reply == Reply::kTooLate) return absl::OkStatus();
+      if (reply == Reply::kAnswered) {
+        patience.Reset();
+        continue;
+      }
     }
     // A puller that gave up may have been granted a part since, which nobody would attend to.
     if (arbiter_.missed()) return absl::InternalError("the device waited too long for a part");
@@ -167,26 +151,46 @@ bool PullShare::TakeLists(SlotWorkers& workers, const CoAttentionSide& side) {
   const SlotWorkers::Held held(workers, arbiter());
   if (!held) return false;
   arbiter_.Begin();
+  awaited_.clear();
+  patient_until_ = PatientUntil(options_.deadline);
   for (int32_t row = 0; row < *side.rows; ++row) {
     const int32_t slot = side.slots[row];
     if (slot < 0 || !workers.CommonServes(slot)) continue;
     for (int32_t head = 0; head < options_.kv_heads; ++head) {
       const int64_t list = int64_t{row} * options_.kv_heads + head;
-      if (side.lists.counts[list] > 0) arbiter_.Offer(list);
+      if (options_.maker != nullptr) {
+        awaited_.push_back({list, slot});
+      } else if (side.lists.counts[list] > 0) {
+        arbiter_.Offer(list);
+      }
     }
   }
   return true;
 }
 
-// Returns false if it is too late.
-bool PullShare::Answer(SlotWorkers& workers, int puller, int channel, const CoAttentionSide& side,
-                       const PartBoard& board) {
+// Offers the lists that have been made since the last look. Nobody waits for a list of a sequence
+// that has failed, since the worker that had it may be gone.
+void PullShare::OfferMade(const SlotWorkers& workers, const CoAttentionSide& side,
+                          const PartBoard& board) {
+  if (awaited_.empty()) return;
+  std::erase_if(awaited_, [&](const Awaited& awaited) {
+    if (!board.IsMade(awaited.list)) return workers.Failed(awaited.slot);
+    if (side.lists.counts[awaited.list] > 0) arbiter_.Offer(awaited.list);
+    return true;
+  });
+  if (!awaited_.empty() && std::chrono::steady_clock::now() > patient_until_) awaited_.clear();
+}
+
+PullShare::Reply PullShare::Answer(SlotWorkers& workers, int puller, int channel,
+                                   const CoAttentionSide& side, const PartBoard& board) {
   const SlotWorkers::Held held(workers, arbiter());
-  if (!held) return false;
+  if (!held) return Reply::kTooLate;
+  OfferMade(workers, side, board);
   const PartArbiter::Part part = arbiter_.Claim(board);
+  if (part.list < 0 && !awaited_.empty()) return Reply::kWait;
   arbiter_.Grant(puller, part);  // first, since the puller waits for it
   if (part.list >= 0) FinishForDevice(part, channel, side, board);
-  return true;
+  return Reply::kAnswered;
 }
 
 // Nothing of a part that the device takes is in the workers' answer. Where a list has several

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -28,10 +29,12 @@ class PullShare {
   static absl::StatusOr<std::unique_ptr<PullShare>> Create(const CoAttention::Options& options);
 
   // The device's side: enqueues its share of the round, whose lists `attention` has as the device
-  // sees them, and the merge of its results into attention.o and attention.lse.
+  // sees them, in pinned memory where they are made in the round, and the merge of its results into
+  // attention.o and attention.lse.
   void Enqueue(Stream& stream, const kernels::SparseAttentionParams& attention);
 
-  // The arbiter's side. It answers asks until each puller knows that nothing is left. If it cannot,
+  // The arbiter's side. It answers asks until each puller knows that nothing is left; where lists
+  // are made in the round, an ask waits for the next of them. If it cannot,
   // because it is late, fails or dies, or because a puller gave up, it closes the pulling for good.
   // Its errors are those of a worker's share of a round.
   absl::Status Arbitrate(SlotWorkers& workers, int channel, const CoAttentionSide& side,
@@ -58,8 +61,11 @@ class PullShare {
   int arbiter() const { return options_.workers; }
   void Close(SlotWorkers& workers) const;
   bool TakeLists(SlotWorkers& workers, const CoAttentionSide& side);
-  bool Answer(SlotWorkers& workers, int puller, int channel, const CoAttentionSide& side,
-              const PartBoard& board);
+  void OfferMade(const SlotWorkers& workers, const CoAttentionSide& side, const PartBoard& board);
+  // kWait: the ask is not answered yet, since lists are still to be made.
+  enum class Reply { kAnswered, kWait, kTooLate };
+  Reply Answer(SlotWorkers& workers, int puller, int channel, const CoAttentionSide& side,
+               const PartBoard& board);
   void FinishForDevice(const PartArbiter::Part& granted, int channel, const CoAttentionSide& side,
                        const PartBoard& board);
 
@@ -70,6 +76,15 @@ class PullShare {
   const Buffer results_;  // of parts, in device memory
   const PullWords view_;
   PartArbiter arbiter_;
+  // Lists of the round under way that were not made yet when the arbiter last looked, with their
+  // slots. None where the device makes the lists.
+  struct Awaited {
+    int64_t list;
+    int slot;
+  };
+  std::vector<Awaited> awaited_;
+  std::chrono::steady_clock::time_point
+      patient_until_;                               // from then on the arbiter waits for no list
   std::unique_ptr<std::atomic<int64_t>[]> tokens_;  // [layers]
 };
 

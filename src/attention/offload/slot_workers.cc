@@ -139,6 +139,10 @@ void SlotWorkers::SetTokens(int worker, int64_t tokens) {
   states_[static_cast<size_t>(worker)].tokens.store(tokens, std::memory_order_relaxed);
 }
 
+void SlotWorkers::SetWaited(int worker, absl::Duration waited) {
+  states_[static_cast<size_t>(worker)].waited = waited;
+}
+
 absl::Status SlotWorkers::InjectedFault() {
   if (SLUICE_FAILPOINT(kAttentionWorkerExit)) {
     return absl::AbortedError("failpoint attention.worker_exit");
@@ -151,13 +155,15 @@ absl::Status SlotWorkers::InjectedFault() {
 
 absl::Status SlotWorkers::Work(int worker, int channel) {
   const auto begin = std::chrono::steady_clock::now();
+  WorkerState& state = states_[static_cast<size_t>(worker)];
+  state.waited = absl::ZeroDuration();
   SLUICE_ASSIGN_OR_RETURN(const bool served, share_(worker, channel));
   if (!served) return absl::OkStatus();
-  const auto busy = std::chrono::steady_clock::now() - begin;
-  std::atomic<int64_t>& busy_ns = states_[static_cast<size_t>(worker)].busy_ns;
-  busy_ns.store(busy_ns.load(std::memory_order_relaxed) +
-                    std::chrono::duration_cast<std::chrono::nanoseconds>(busy).count(),
-                std::memory_order_relaxed);
+  const absl::Duration busy =
+      absl::FromChrono(std::chrono::steady_clock::now() - begin) - state.waited;
+  state.busy_ns.store(
+      state.busy_ns.load(std::memory_order_relaxed) + absl::ToInt64Nanoseconds(busy),
+      std::memory_order_relaxed);
   return absl::OkStatus();
 }
 

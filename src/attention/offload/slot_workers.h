@@ -62,6 +62,8 @@ class SlotWorkers {
   void Join(int slot);
   // Returns INTERNAL with reason WORKER_FAILED if workers failed the slot's sequence since Join.
   absl::Status Health(int slot) const;
+  // Returns whether Health is an error. Any thread, workers among them.
+  bool Failed(int slot) const { return team_->error(slot) != MailboxError::kNone; }
   // Returns whether no worker reads the host cache of the slot's sequence for a step that is done.
   // REQUIRES, for an answer that stays true: every step that has the slot is done.
   bool AtRest(int slot) const;
@@ -99,6 +101,9 @@ class SlotWorkers {
   void SetReading(int worker, int slot);
   // Says how many tokens the worker has served since it began.
   void SetTokens(int worker, int64_t tokens);
+  // Says how long the worker has waited for others in the share that it does now. The time does not
+  // count as busy.
+  void SetWaited(int worker, absl::Duration waited);
   // Returns the fault that an armed failpoint asks for.
   static absl::Status InjectedFault();
 
@@ -108,6 +113,7 @@ class SlotWorkers {
     std::atomic<int64_t> busy_ns{0};
     std::atomic<int64_t> tokens{0};
     std::atomic<int32_t> slot{-1};  // slot whose host cache it reads
+    absl::Duration waited;          // in the share under way; no other thread reads it
   };
   // The event that a slot is at rest. Nothing signals it, because it is awaited only after a
   // worker's fault.

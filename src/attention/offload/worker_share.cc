@@ -1,6 +1,7 @@
 #include "src/attention/offload/worker_share.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <optional>
 
@@ -33,7 +34,8 @@ CoAttentionSide CoAttentionMemory::Side() {
   side.lists.capacity = options_.capacity;
   side.o = Take<float>(options_.slots * width);
   side.lse = Take<float>(int64_t{options_.slots} * options_.heads);
-  side.words = Take<PartWords>(lists);
+  side.words = Take<PartWords>(WordArrays() * lists);
+  if (options_.maker != nullptr) side.maker_words = side.words + lists;
   return side;
 }
 
@@ -106,6 +108,7 @@ WorkerShare::WorkerShare(const CoAttention::Options& options)
       heads_(options.kv_heads),
       group_floats_(answers_.group_floats()),
       plan_(static_cast<size_t>(options.max_rows) * static_cast<size_t>(options.kv_heads)),
+      made_(static_cast<size_t>(options.max_rows) * static_cast<size_t>(options.kv_heads)),
       q_(static_cast<size_t>(options.heads) * static_cast<size_t>(options.head_dim)),
       o_(q_.size()),
       lse_(static_cast<size_t>(options.heads)),
@@ -121,6 +124,7 @@ WorkerShare::WorkerShare(const CoAttention::Options& options)
 // The plan has all KV heads of all taken rows, in order.
 void WorkerShare::Divide(const PartBoard& board, const CoAttentionSide& request, int channel,
                          uint64_t bit) {
+  if (options_.maker != nullptr) return DivideLists(bit);
   plan_.Clear();
   for (const Row& row : rows_) {
     if (options_.source != nullptr) {
@@ -142,14 +146,27 @@ void WorkerShare::Divide(const PartBoard& board, const CoAttentionSide& request,
   plan_.Divide(bit);
 }
 
+// Rows nearly always have the same servers, and then no two workers begin at the same list.
+void WorkerShare::DivideLists(uint64_t bit) {
+  made_.Clear();
+  for (const Row& row : rows_) {
+    for (int64_t head = 0; head < heads_; ++head) made_.Add(row.row * heads_ + head, row.slot);
+  }
+  const uint64_t servers = rows_.front().servers;
+  const auto rank = static_cast<size_t>(std::popcount(servers & (bit - 1)));
+  const size_t lists = rows_.size() * static_cast<size_t>(heads_);
+  made_.BeginAt(rank * lists / static_cast<size_t>(std::popcount(servers)));
+}
+
 bool WorkerShare::Claim(const PartBoard& board, const CoAttentionSide& request,
                         const ChannelHome& home) {
-  const std::optional<ClaimPlan::Claimed> claimed = plan_.Next(board);
+  const std::optional<ClaimPlan::Claimed> claimed =
+      options_.maker == nullptr ? plan_.Next(board) : made_.Next(board);
   if (!claimed.has_value()) return false;
   const Row& row = rows_[claimed->item / static_cast<size_t>(heads_)];
-  const int64_t list = plan_.list(claimed->item);
-  const int head = static_cast<int>(list - row.row * heads_);
-  part_ = {row, head, list, claimed->part, plan_.parts(claimed->item)};
+  const int head = static_cast<int>(claimed->item % static_cast<size_t>(heads_));
+  const int64_t list = row.row * heads_ + head;
+  part_ = {row, head, list, claimed->part, board.Parts(list)};
   std::copy_n(request.q + list * group_floats_, group_floats_, q_.begin() + head * group_floats_);
   if (options_.source == nullptr) TakeUnits(request, home, board.UnitsOf(list, claimed->part));
   return true;

@@ -16,14 +16,15 @@ namespace sluice {
 
 // One request and its answer, in pinned memory, and what workers share in between.
 struct CoAttentionSide {
-  int32_t* rows = nullptr;       // [1]
-  int32_t* slots = nullptr;      // [max_rows]
-  int32_t* positions = nullptr;  // [max_rows]
-  float* q = nullptr;            // [max_rows][heads][head_dim]
-  kernels::UnitLists lists{};    // one list for each (row, KV head)
-  float* o = nullptr;            // [slots][heads][head_dim]
-  float* lse = nullptr;          // [slots][heads]
-  PartWords* words = nullptr;    // [max_rows][kv_heads], 0 before the request
+  int32_t* rows = nullptr;           // [1]
+  int32_t* slots = nullptr;          // [max_rows]
+  int32_t* positions = nullptr;      // [max_rows]
+  float* q = nullptr;                // [max_rows][heads][head_dim]
+  kernels::UnitLists lists{};        // one list for each (row, KV head)
+  float* o = nullptr;                // [slots][heads][head_dim]
+  float* lse = nullptr;              // [slots][heads]
+  PartWords* words = nullptr;        // [max_rows][kv_heads], 0 before the request
+  PartWords* maker_words = nullptr;  // the same for the maker of lists, behind `words`
   // Results of the parts of lists that have several, in the order of the parts. It is not pinned.
   float* part_o = nullptr;    // [max_rows][kv_heads][most parts][group][head_dim]
   float* part_lse = nullptr;  // [max_rows][kv_heads][most parts][group]
@@ -36,8 +37,10 @@ class CoAttentionMemory {
   CoAttentionMemory(const CoAttention::Options& options, std::byte* begin)
       : options_(options), begin_(begin) {}
   CoAttentionSide Side();  // without results of parts
-  int32_t* Counts();       // [max_rows + 1]
-  PartWords* NoWords();    // [max_rows][kv_heads]
+  // Returns how many arrays of PartWords a side has, one behind the other.
+  int WordArrays() const { return options_.maker == nullptr ? 1 : 2; }
+  int32_t* Counts();     // [max_rows + 1]
+  PartWords* NoWords();  // [max_rows][kv_heads]
   static size_t Bytes(const CoAttention::Options& options);
 
  private:
@@ -136,14 +139,21 @@ class WorkerShare {
   // among their servers. The workers of a group divide the parts of all lists of their sequences by
   // tokens, in order, each by the same arithmetic on the same counts (the request's, or the
   // source's for the channel). It is a plan, so that they do not get into each other's way; who
-  // claims a part has it.
+  // claims a part has it. Where lists are made in the round, each worker begins with as many of the
+  // lists. REQUIRES: rows were taken.
   void Divide(const PartBoard& board, const CoAttentionSide& request, int channel, uint64_t bit);
   // Returns whether the worker begins with this part of list `item`, of [rows()][kv_heads].
   bool Begins(size_t item, int part) const { return plan_.Begins(item, part); }
   // Claims the next part and copies its queries, its units and their pages: first the parts that
   // Divide planned, then whatever is left of the lists of all taken rows. Returns false if nothing
-  // is left.
+  // is left, or only of lists that are still to be made.
   bool Claim(const PartBoard& board, const CoAttentionSide& request, const ChannelHome& home);
+  // After Claim has returned false: returns whether there are lists still to be made, but for those
+  // of slots for which `lost(slot)` is true.
+  template <typename Lost>
+  bool AwaitsLists(const Lost& lost) {
+    return options_.maker != nullptr && made_.Awaits(lost);
+  }
   const Part& part() const { return part_; }
   // Returns whether the claimed part has units. With a source it is not known.
   bool empty() const { return options_.source == nullptr && count_ == 0; }
@@ -159,6 +169,7 @@ class WorkerShare {
   int64_t tokens() const { return tokens_; }
 
  private:
+  void DivideLists(uint64_t bit);
   void TakeUnits(const CoAttentionSide& request, const ChannelHome& home, PartBoard::Units units);
 
   CoAttention::Options options_;
@@ -168,6 +179,7 @@ class WorkerShare {
   int64_t tokens_ = 0;
   std::vector<Row> rows_;       // [max_rows] at most
   ClaimPlan plan_;              // of lists [rows][kv_heads]
+  MadeLists made_;              // the same lists, where they are made in the round
   std::vector<int32_t> asked_;  // [kv_heads]: tokens of a row's lists, by the source
   // The claimed part. The arrays are those of one row, as in SparseAttentionParams.
   Part part_;

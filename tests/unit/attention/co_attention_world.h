@@ -345,8 +345,9 @@ class World {
       Ask(s, layer, rows);
       Stream& link = s.Branch(1);
       link.After(s);
-      co_attention->Pull(link, SparseAttentionOf(QueriesOf(layer, rows), homes_[l], ListsOf(layer),
-                                                 nullptr, shape.unit_tokens, both_o, both_lse));
+      co_attention->Pull(link, layer,
+                         SparseAttentionOf(QueriesOf(layer, rows), homes_[l], ListsOf(layer),
+                                           nullptr, shape.unit_tokens, both_o, both_lse));
       co_attention->Finish(s, layer, slots.device(), rows, both_o + values * shape.head_dim,
                            both_lse + values);
       s.After(link);

@@ -10,10 +10,8 @@ namespace sluice {
 
 absl::StatusOr<std::unique_ptr<BlockRetrieval>> BlockRetrieval::Create(const PolicyOptions& options,
                                                                        const FluxionShape& shape,
-                                                                       const OffloadTier* tier,
-                                                                       HostScores* host_scores) {
-  auto made =
-      std::unique_ptr<BlockRetrieval>(new BlockRetrieval(options, shape, tier, host_scores));
+                                                                       const OffloadTier* tier) {
+  auto made = std::unique_ptr<BlockRetrieval>(new BlockRetrieval(options, shape, tier));
   const BufferAllocator allocator(options.device, "what a step of policy fluxion selects");
   const auto on_device = [&](int64_t words, Buffer* buffer) {
     return allocator.Words(MemoryKind::kDevice, words, buffer);
@@ -22,18 +20,14 @@ absl::StatusOr<std::unique_ptr<BlockRetrieval>> BlockRetrieval::Create(const Pol
   SLUICE_RETURN_IF_ERROR(on_device(shape.lists(), &made->levels_));
   SLUICE_RETURN_IF_ERROR(on_device(shape.lists(), &made->volumes_));
   SLUICE_RETURN_IF_ERROR(on_device(values, &made->blocks_));
-  if (host_scores == nullptr) {
-    SLUICE_RETURN_IF_ERROR(on_device(values * shape.score_stride(), &made->scores_));
-  }
+  if (options.fluxion.digests_in_dram) return made;
+  SLUICE_RETURN_IF_ERROR(on_device(values * shape.score_stride(), &made->scores_));
   SLUICE_RETURN_IF_ERROR(on_device(shape.lists() * shape.most_units, &made->units_));
   SLUICE_RETURN_IF_ERROR(on_device(shape.lists(), &made->counts_));
   return made;
 }
 
-kernels::UnitLists BlockRetrieval::Choose(Stream& stream, int layer, const Queries& queries,
-                                          const HeadBudgets& budgets,
-                                          kernels::SparseCounters* counters) {
-  const kernels::UnitLists selected{units_.as<int32_t>(), counts_.as<int32_t>(), shape_.most_units};
+void BlockRetrieval::Plan(Stream& stream, const Queries& queries, const HeadBudgets& budgets) {
   kernels::PlanRetrievalParams plan{};
   plan.budgets = budgets.budgets();
   plan.streaming = budgets.streaming();
@@ -48,14 +42,21 @@ kernels::UnitLists BlockRetrieval::Choose(Stream& stream, int layer, const Queri
   plan.first_level = shape_.plan_first;
   plan.last_level = shape_.plan_last;
   kernels_.PlanRetrieval(stream, plan);
+}
 
+kernels::UnitLists BlockRetrieval::Choose(Stream& stream, int layer, const Queries& queries,
+                                          const HeadBudgets& budgets,
+                                          kernels::SparseCounters* counters) {
+  Plan(stream, queries, budgets);
+  Score(stream, layer, queries);
+  const kernels::UnitLists selected{units_.as<int32_t>(), counts_.as<int32_t>(), shape_.most_units};
   kernels::SelectUnionParams select{};
-  select.scores = Score(stream, layer, queries, plan);
+  select.scores = scores_.as<float>();
   select.score_stride = shape_.score_stride();
   select.slots = queries.slots;
   select.positions = queries.positions;
-  select.levels = plan.levels;
-  select.blocks = plan.blocks;
+  select.levels = levels();
+  select.blocks = blocks();
   select.selected = selected;
   select.counters = counters;
   select.rows = queries.rows;
@@ -66,26 +67,21 @@ kernels::UnitLists BlockRetrieval::Choose(Stream& stream, int layer, const Queri
   return selected;
 }
 
-const float* BlockRetrieval::Score(Stream& stream, int layer, const Queries& queries,
-                                   const kernels::PlanRetrievalParams& plan) {
-  if (host_scores_ != nullptr) {
-    return host_scores_->Score(stream, layer, queries, plan.levels, plan.blocks);
-  }
+void BlockRetrieval::Score(Stream& stream, int layer, const Queries& queries) {
   kernels::LevelScoresParams score{};
   score.q = queries.q;
   score.q_stride = queries.stride;
   score.slots = queries.slots;
   score.positions = queries.positions;
   score.digests = FluxionDigests(tier_, shape_, layer);
-  score.levels = plan.levels;
-  score.blocks = plan.blocks;
+  score.levels = levels();
+  score.blocks = blocks();
   score.scores = scores_.as<float>();
   score.score_stride = shape_.score_stride();
   score.rows = queries.rows;
   score.heads = queries.heads;
   score.head_dim = shape_.head_dim;
   kernels_.LevelScores(stream, score);
-  return score.scores;
 }
 
 }  // namespace sluice

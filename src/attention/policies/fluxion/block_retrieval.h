@@ -10,7 +10,6 @@
 #include "src/attention/offload/offload_tier.h"
 #include "src/attention/policies/fluxion/fluxion_options.h"
 #include "src/attention/policies/fluxion/head_budgets.h"
-#include "src/attention/policies/fluxion/host_scores.h"
 
 namespace sluice {
 
@@ -18,37 +17,38 @@ class BlockRetrieval {
  public:
   using Queries = KvAttention::Queries;
 
-  // `host_scores` is null where digests lie in HBM, and the device scores them. RESOURCE_EXHAUSTED:
-  // there is no memory for the scores.
+  // Where digests lie in DRAM the device plans alone, and workers choose (HostScores).
+  // RESOURCE_EXHAUSTED: there is no memory for the plan or the scores.
   static absl::StatusOr<std::unique_ptr<BlockRetrieval>> Create(const PolicyOptions& options,
                                                                 const FluxionShape& shape,
-                                                                const OffloadTier* tier,
-                                                                HostScores* host_scores);
+                                                                const OffloadTier* tier);
 
-  // Enqueues the choice for these rows. Returns the units that were chosen, in device memory, which
-  // the next call overwrites. `counters` may be null.
+  // Enqueues the plan for these rows: the size of each list's blocks, and how many each query head
+  // selects. The next call overwrites it.
+  void Plan(Stream& stream, const Queries& queries, const HeadBudgets& budgets);
+  // Return the plan as PlanRetrieval leaves it, in device memory: [lists], and [rows][heads].
+  const int32_t* levels() const { return levels_.as<int32_t>(); }
+  const int32_t* blocks() const { return blocks_.as<int32_t>(); }
+
+  // Enqueues the plan and the choice for these rows. Returns the units that were chosen, in device
+  // memory, which the next call overwrites. `counters` may be null. REQUIRES: digests lie in HBM.
   kernels::UnitLists Choose(Stream& stream, int layer, const Queries& queries,
                             const HeadBudgets& budgets, kernels::SparseCounters* counters);
 
  private:
-  BlockRetrieval(const PolicyOptions& options, const FluxionShape& shape, const OffloadTier* tier,
-                 HostScores* host_scores)
-      : shape_(shape),
-        tier_(*tier),
-        host_scores_(host_scores),
-        kernels_(options.device->kernels()) {}
-  // Enqueues the scores of the planned blocks, [rows * heads][score_stride], and returns them.
-  const float* Score(Stream& stream, int layer, const Queries& queries,
-                     const kernels::PlanRetrievalParams& plan);
+  BlockRetrieval(const PolicyOptions& options, const FluxionShape& shape, const OffloadTier* tier)
+      : shape_(shape), tier_(*tier), kernels_(options.device->kernels()) {}
+  // Enqueues the scores of the planned blocks.
+  void Score(Stream& stream, int layer, const Queries& queries);
 
   const FluxionShape shape_;
   const OffloadTier& tier_;
-  HostScores* const host_scores_;
   KernelSet& kernels_;
   Buffer levels_, volumes_;  // int32 [lists]
   Buffer blocks_;            // int32 [rows][heads]
-  Buffer scores_;            // float [rows * heads][score_stride]; none with host_scores_
-  Buffer units_, counts_;    // int32 [lists][most_units], [lists]
+  // The following are empty where digests lie in DRAM.
+  Buffer scores_;          // float [rows * heads][score_stride]
+  Buffer units_, counts_;  // int32 [lists][most_units], [lists]
 };
 
 }  // namespace sluice

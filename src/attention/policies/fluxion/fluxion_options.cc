@@ -36,8 +36,32 @@ int32_t HeadDim(const CacheKind& kv) {
   return static_cast<int32_t>(kv.part_bytes[0] / SizeOf(kv.element_type));
 }
 
+// Where workers select, the device learns of a list only when it is given a part of it, and what it
+// brings to HBM is chosen from lists that it has.
+absl::Status CheckPublishedForm(const PolicyOptions& options) {
+  const PolicyOptions::Fluxion& fluxion = options.fluxion;
+  if (fluxion.device_share > 0) {
+    return OutOfRange(options, "fluxion_device_share",
+                      "0 where digests lie in DRAM, since the device does not know the lists that "
+                      "it would share (it may pull)",
+                      fluxion.device_share);
+  }
+  if (fluxion.division != PolicyOptions::Fluxion::Division::kEachList) {
+    return absl::InvalidArgumentError(
+        "fluxion_placement: whole lists are assigned only where digests lie in HBM");
+  }
+  if (fluxion.resident) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("policy ", options.name,
+                     " keeps blocks in HBM for being selected often (hot=1) only where digests lie "
+                     "in HBM too"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckPlacement(const PolicyOptions& options) {
   const PolicyOptions::Fluxion& fluxion = options.fluxion;
+  if (fluxion.digests_in_dram) SLUICE_RETURN_IF_ERROR(CheckPublishedForm(options));
   if (fluxion.placement == PolicyOptions::Fluxion::Placement::kFixed) return absl::OkStatus();
   if (fluxion.device_share >= 0) {
     return OutOfRange(options, "fluxion_device_share",
@@ -134,6 +158,7 @@ FluxionShape FluxionShapeOf(const PolicyOptions& options, int rows) {
 
 float FluxionDeviceShare(const PolicyOptions& options) {
   if (options.fluxion.placement == PolicyOptions::Fluxion::Placement::kPull) return 0;
+  if (options.fluxion.digests_in_dram) return 0;
   if (options.fluxion.device_share >= 0) return static_cast<float>(options.fluxion.device_share);
   return static_cast<float>(kLinkRate / (kLinkRate + kWorkerRate * options.workers));
 }

@@ -49,8 +49,8 @@ absl::Status CheckFluxionOptions(const PolicyOptions& options);
 FluxionShape FluxionShapeOf(const PolicyOptions& options, int rows);
 
 // Returns the share of the missing units that the device reads, which is 0 where it pulls parts of
-// what is left. With `device_share` negative, the device and the workers end at about the same
-// time.
+// what is left, and where workers make the lists. With `device_share` negative, the device and the
+// workers end at about the same time.
 float FluxionDeviceShare(const PolicyOptions& options);
 
 }  // namespace sluice

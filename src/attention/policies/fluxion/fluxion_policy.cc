@@ -25,10 +25,10 @@
 namespace sluice {
 namespace {
 
-// The parts of a row's attention, by who computes them: the device from HBM, the device over the
-// link, and the workers.
-constexpr int kParts = 3;
-constexpr int kInHbm = 0, kOverLink = 1, kByWorkers = 2;
+// The parts of a row's attention, by who computes them: the device from HBM, the workers, and the
+// device over the link, which has no part where workers make the lists and it does not pull.
+constexpr int kMostParts = 3;
+constexpr int kInHbm = 0, kByWorkers = 1, kOverLink = 2;
 
 // Clusters of two thread blocks that pull, 16 multiprocessors in all: on an H100 they read 49 GB/s
 // of the 50 that the link gives, and a grant takes 10 us beside them in place of 61 beside 64.
@@ -49,8 +49,8 @@ struct Scratch {
 struct Parts {
   std::unique_ptr<BlockDigests> digests;
   std::unique_ptr<HeadBudgets> budgets;
-  std::unique_ptr<HostScores> host_scores;  // null: digests lie in HBM
   std::unique_ptr<BlockRetrieval> retrieval;
+  std::unique_ptr<HostScores> host_scores;  // null: digests lie in HBM, and the device selects
   std::unique_ptr<BlockRecall> recall;
   std::unique_ptr<AnchorBlocks> anchor_blocks;  // null: no block comes before the first step
   std::unique_ptr<SelectionCounters> counters;
@@ -66,6 +66,7 @@ class FluxionPolicy : public OffloadPolicy {
       : OffloadPolicy(options, std::move(tier), std::move(written)),
         shape_(shape),
         pulls_(options.fluxion.placement == PolicyOptions::Fluxion::Placement::kPull),
+        reads_link_(pulls_ || !options.fluxion.digests_in_dram),
         device_share_(FluxionDeviceShare(options)),
         scratch_(std::move(scratch)),
         parts_(std::move(parts)),
@@ -82,6 +83,11 @@ class FluxionPolicy : public OffloadPolicy {
     for (int layer = 0; pulls_ && layer < shape_.layers; ++layer) {
       sums.layers[static_cast<size_t>(layer)].link_bytes +=
           workers_.PulledTokens(layer) * kv().bytes_per_token;
+    }
+    for (int layer = 0; parts_.host_scores != nullptr && layer < shape_.layers; ++layer) {
+      PolicyStatistics::Layer& of = sums.layers[static_cast<size_t>(layer)];
+      parts_.host_scores->Count(layer, &of);
+      of.link_bytes += of.steps * shape_.kv_heads * kv().bytes_per_token;  // written through
     }
     return sums;
   }
@@ -125,35 +131,30 @@ class FluxionPolicy : public OffloadPolicy {
                     kernels::DType out_type) override {
     ListSegments(stream, layer, queries);
     budgets_.Predict(stream, layer, queries, Segments());
-    const kernels::UnitLists selected =
-        parts_.retrieval->Choose(stream, layer, queries, budgets_, parts_.counters->of(layer));
-    Divide(stream, layer, queries, selected);
+    Select(stream, layer, queries);
 
     Stream& answers = LayerBranch(stream, layer);
-    Stream& link = AsideBranch(stream);
     answers.After(stream);
-    link.After(stream);
     workers_.Start(answers, layer, queries, WorkerUnits(), tier().HostHome(layer));
     // Nothing waits for it here but the end of the workers' share, which is later anyway.
     budgets_.Keep(answers, layer, queries);
-    const kernels::SparseAttentionParams over_link = SparseAttentionOf(
-        queries, tier().Home(layer), pulls_ ? WorkerUnits() : DeviceUnits(), nullptr,
-        shape_.unit_tokens, o(kOverLink, queries), lse(kOverLink, queries));
-    if (pulls_) {
-      workers_.Pull(link, over_link);
-    } else {
-      kernels().SparseAttention(link, over_link);
+    Stream& link = AsideBranch(stream);
+    if (reads_link_) {
+      link.After(stream);
+      AttendOverLink(link, layer, queries);
     }
+    if (parts_.host_scores != nullptr) Split(stream, layer, queries, NoUnits());
     kernels().SparseAttention(
         stream,
         SparseAttentionOf(queries, tier().Places(layer), Resident(), scratch_.places.as<int32_t>(),
                           shape_.unit_tokens, o(kInHbm, queries), lse(kInHbm, queries)));
     workers_.Finish(answers, layer, queries.slots, queries.rows, o(kByWorkers, queries),
                     lse(kByWorkers, queries));
-    stream.After(link);
+    if (reads_link_) stream.After(link);
     stream.After(answers);
-    kernels().Merge(stream, MergeOf(queries, shape_.head_dim, kParts, o(0, queries),
-                                    lse(0, queries), out, out_type));
+    const int parts = reads_link_ ? kMostParts : kMostParts - 1;
+    kernels().Merge(stream, MergeOf(queries, shape_.head_dim, parts, o(0, queries), lse(0, queries),
+                                    out, out_type));
   }
 
   // Rows attend to everything that has a place.
@@ -231,6 +232,8 @@ class FluxionPolicy : public OffloadPolicy {
   kernels::UnitLists WorkerUnits() const {
     return {scratch_.worker_units.as<int32_t>(), Counts(4), shape_.most_units};
   }
+  // Returns lists that are always empty, where the device divides none.
+  kernels::UnitLists NoUnits() const { return DeviceUnits(); }
   kernels::UnitLists Missing(int layer) const {
     return {scratch_.missing.as<int32_t>() + layer * shape_.lists() * shape_.most_units,
             scratch_.missing_counts.as<int32_t>() + layer * shape_.lists(), shape_.most_units};
@@ -259,11 +262,19 @@ class FluxionPolicy : public OffloadPolicy {
     kernels().SegmentLists(stream, params);
   }
 
-  // Divides what rows attend to: what has a place, and the selected units that have none, between
-  // the device and the workers. Where the device pulls, all of the latter are in the workers'
-  // lists, and DivideLists counts them.
-  void Divide(Stream& stream, int layer, const Queries& queries,
-              const kernels::UnitLists& selected) {
+  // Enqueues what comes before the request to the workers. Where digests lie in DRAM the workers
+  // select, and what has a place in HBM is listed beside them.
+  void Select(Stream& stream, int layer, const Queries& queries) {
+    if (parts_.host_scores != nullptr) return parts_.retrieval->Plan(stream, queries, budgets_);
+    const kernels::UnitLists selected =
+        parts_.retrieval->Choose(stream, layer, queries, budgets_, parts_.counters->of(layer));
+    Split(stream, layer, queries, selected);
+    Divide(stream, layer, queries);
+  }
+
+  // Lists what has a place, and the selected units that have none.
+  void Split(Stream& stream, int layer, const Queries& queries,
+             const kernels::UnitLists& selected) {
     kernels::SplitParams split{};
     split.residency = tier().Residency(layer);
     split.slots = queries.slots;
@@ -277,9 +288,13 @@ class FluxionPolicy : public OffloadPolicy {
     split.unit_tokens = shape_.unit_tokens;
     split.whole = true;
     kernels().Split(stream, split);
+  }
 
+  // Divides the units that have no place between the device and the workers. Where the device
+  // pulls, all of them are in the workers' lists, and DivideLists counts them.
+  void Divide(Stream& stream, int layer, const Queries& queries) {
     kernels::DivideListsParams divide{};
-    divide.from = split.missing;
+    divide.from = Missing(layer);
     divide.first = DeviceUnits();
     divide.rest = WorkerUnits();
     divide.slots = queries.slots;
@@ -292,8 +307,20 @@ class FluxionPolicy : public OffloadPolicy {
     kernels().DivideLists(stream, divide);
   }
 
+  void AttendOverLink(Stream& link, int layer, const Queries& queries) {
+    const kernels::SparseAttentionParams over_link = SparseAttentionOf(
+        queries, tier().Home(layer), pulls_ ? WorkerUnits() : DeviceUnits(), nullptr,
+        shape_.unit_tokens, o(kOverLink, queries), lse(kOverLink, queries));
+    if (pulls_) {
+      workers_.Pull(link, layer, over_link);
+    } else {
+      kernels().SparseAttention(link, over_link);
+    }
+  }
+
   const FluxionShape shape_;
   const bool pulls_;
+  const bool reads_link_;
   const float device_share_;
   const Scratch scratch_;
   const Parts parts_;
@@ -303,7 +330,7 @@ class FluxionPolicy : public OffloadPolicy {
 
 absl::StatusOr<Scratch> MakeScratch(const PolicyOptions& options, const FluxionShape& shape) {
   Scratch s;
-  const int64_t lists = shape.lists(), values = int64_t{kParts} * shape.rows * shape.heads;
+  const int64_t lists = shape.lists(), values = int64_t{kMostParts} * shape.rows * shape.heads;
   const std::pair<Buffer*, int64_t> sizes[] = {
       {&s.sink, lists * shape.sink_units},
       {&s.sink_places, lists * shape.sink_units},
@@ -328,7 +355,8 @@ absl::StatusOr<Scratch> MakeScratch(const PolicyOptions& options, const FluxionS
 // Returns null where digests lie in HBM.
 absl::StatusOr<std::unique_ptr<HostScores>> NewHostScores(const PolicyOptions& options,
                                                           const FluxionShape& shape,
-                                                          const OffloadTier& tier) {
+                                                          const OffloadTier& tier,
+                                                          const BlockRetrieval& retrieval) {
   if (!options.fluxion.digests_in_dram) return nullptr;
   HostScores::Options o;
   o.device = options.device;
@@ -339,6 +367,8 @@ absl::StatusOr<std::unique_ptr<HostScores>> NewHostScores(const PolicyOptions& o
   for (int layer = shape.dense_layers; layer < shape.layers; ++layer) {
     o.digests[static_cast<size_t>(layer)] = HostFluxionDigests(tier, shape, layer);
   }
+  o.levels = retrieval.levels();
+  o.blocks = retrieval.blocks();
   return HostScores::Create(o);
 }
 
@@ -359,15 +389,8 @@ absl::StatusOr<std::unique_ptr<CoAttention>> NewWorkers(const PolicyOptions& opt
   o.capacity = shape.most_units;
   o.unit_tokens = shape.unit_tokens;
   if (options.fluxion.placement == PolicyOptions::Fluxion::Placement::kPull) o.pullers = kPullers;
-  if (host_scores == nullptr) return CoAttention::Create(o);
-  // One team serves both, because two would take one another's cores while they poll.
-  o.other_channels = shape.layers;
-  o.other_share = [host_scores](int worker, int layer) {
-    return host_scores->Share(worker, layer);
-  };
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<CoAttention> made, CoAttention::Create(o));
-  host_scores->ServeWith(&made->workers(), shape.layers);
-  return made;
+  o.maker = host_scores;
+  return CoAttention::Create(o);
 }
 
 OffloadTierOptions TierOptionsOf(const PolicyOptions& options, const FluxionShape& shape) {
@@ -397,9 +420,9 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> FluxionPolicy::Create(
   Parts parts;
   SLUICE_ASSIGN_OR_RETURN(parts.digests, BlockDigests::Create(options.device, shape, tier.get()));
   SLUICE_ASSIGN_OR_RETURN(parts.budgets, HeadBudgets::Create(options, shape, tier.get()));
-  SLUICE_ASSIGN_OR_RETURN(parts.host_scores, NewHostScores(options, shape, *tier));
-  SLUICE_ASSIGN_OR_RETURN(
-      parts.retrieval, BlockRetrieval::Create(options, shape, tier.get(), parts.host_scores.get()));
+  SLUICE_ASSIGN_OR_RETURN(parts.retrieval, BlockRetrieval::Create(options, shape, tier.get()));
+  SLUICE_ASSIGN_OR_RETURN(parts.host_scores,
+                          NewHostScores(options, shape, *tier, *parts.retrieval));
   SLUICE_ASSIGN_OR_RETURN(BlockRecall recall,
                           BlockRecall::Create(*tier, shape.rows, shape.most_units));
   parts.recall = std::make_unique<BlockRecall>(std::move(recall));

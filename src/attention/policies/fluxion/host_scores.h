@@ -1,90 +1,86 @@
-// Scores of blocks by CPU workers, from digests in DRAM: what the operator LevelScores computes on
-// the device from digests in HBM, with the arithmetic of its CPU path.
+// The published form's selection, by CPU workers: the scores of blocks from digests in DRAM, with
+// the arithmetic of LevelScores' CPU path, and each list's blocks by SelectUnion's. It makes the
+// lists of co-attention's rounds (src/attention/offload/list_maker.h), so that a layer of a step
+// asks its workers once, for all that Fluxion's task is.
 //
-// A round of a layer: Score posts the rows' queries and what PlanRetrieval chose for them to pinned
-// memory, in one launch, and raises the request. The workers of a sequence's group divide the
-// blocks of its lists evenly, since digests have the same bytes at every level: a list is cut into
-// parts, and workers claim parts, each first those of its own share and then any that are left
-// (src/attention/offload/part_board.h). A block's score stands alone, so that no bit depends on who
-// computed it. A digest is read once for all query heads of its KV head. Rounds follow one another,
-// so that one request and one answer suffice.
+// The device posts what PlanRetrieval chose beside the queries. The workers of a sequence's group
+// divide the blocks of its lists evenly, since digests have the same bytes at every level: a list
+// is cut into parts, and workers claim parts, each first those of its own share and then any that
+// are left (src/attention/offload/part_board.h). A block's score stands alone, so that no bit
+// depends on who computed it. A digest is read once for all query heads of its KV head. Whoever
+// finishes the last part of a list selects for it at once. Scores stay in memory of the host.
 //
-// The answer stays in pinned memory. SelectUnion reads each score once, and a copy to the device
-// would read the same bytes over the link. (A row of more than 327,680 tokens in blocks of 16 is
-// more than its shared memory keeps; it reads the scores beyond again.)
+// A list is what SelectUnion selects, without the units that have a place in HBM. These are the
+// ring's alone: the sink's are left out by SelectUnion, and no other block has a place in this form
+// (CheckFluxionOptions).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/fluxion_params.h"
 #include "kernels/kernel_table.h"
-#include "src/attention/kv_attention.h"
-#include "src/attention/offload/part_board.h"
+#include "src/attention/offload/list_maker.h"
 #include "src/attention/offload/slot_workers.h"
 #include "src/attention/policies/fluxion/fluxion_options.h"
+#include "src/attention/policy_statistics.h"
 #include "src/device/device.h"
 
 namespace sluice {
 
-class HostScores {
+class HostScores : public ListMaker {
  public:
-  using Queries = KvAttention::Queries;
   struct Options {
     Device* device = nullptr;
     const kernels::KernelTable* kernels = nullptr;  // null: the best for this processor
     int workers = 1;
     FluxionShape shape;
     // [layers] Digests in DRAM, with tables that the host can read; those of dense layers are not
-    // looked at.
+    // looked at. A round's channel is its layer.
     std::vector<kernels::LevelDigests> digests;
+    // What PlanRetrieval chooses, in device memory: [lists], and [rows][heads].
+    const int32_t* levels = nullptr;
+    const int32_t* blocks = nullptr;
   };
-  // RESOURCE_EXHAUSTED: there is no memory for requests and scores. UNIMPLEMENTED: the kernels have
-  // no LevelScores.
+  // RESOURCE_EXHAUSTED: there is no memory for requests and scores. UNIMPLEMENTED: the kernels lack
+  // LevelScores or SelectUnion.
   static absl::StatusOr<std::unique_ptr<HostScores>> Create(const Options& options);
-  ~HostScores();
+  ~HostScores() override;
 
-  // Says which workers call Share, and that layer l is channel first_channel + l for them.
-  // REQUIRES: before the first Score. The workers end before this object does.
-  void ServeWith(SlotWorkers* workers, int first_channel);
+  void Post(int rows, kernels::CopyRowsParams* copies) override;
+  void Take(int worker, const Round& round, const SlotWorkers& workers) override;
+  std::optional<int> Claim(int worker, const Round& round) override;
+  void Compute(int worker, int channel) override;
+  std::optional<int64_t> Give(int worker, const Round& round) override;
 
-  // Enqueues the scores of the rows' blocks. `levels` [lists] and `blocks` [rows][heads] are those
-  // of PlanRetrieval, in device memory. Returns the scores as LevelScores leaves them, with
-  // score_stride() of the shape: pinned memory, which the next call overwrites.
-  const float* Score(Stream& stream, int layer, const Queries& queries, const int32_t* levels,
-                     const int32_t* blocks);
-
-  // Does a worker's share of a layer's round, as SlotWorkers::Share says.
-  absl::StatusOr<bool> Share(int worker, int layer);
+  // Adds what was selected in the layer to its steps, selected and missing tokens, as SelectUnion
+  // and DivideLists count them on a device. Any thread.
+  void Count(int layer, PolicyStatistics::Layer* sums) const;
 
  private:
-  // One request and its answer, in pinned memory.
+  // What the device posts, in pinned memory, and the scores, which workers share.
   struct Side {
-    int32_t* rows = nullptr;       // [1]
-    PartWords* words = nullptr;    // [lists]; the state of the workers, 0 when a round begins
-    int32_t* slots = nullptr;      // [rows]
-    int32_t* positions = nullptr;  // [rows]
-    int32_t* levels = nullptr;     // [lists]
-    int32_t* blocks = nullptr;     // [rows][heads]
-    float* q = nullptr;            // [rows][heads][head_dim]
-    float* scores = nullptr;       // [rows * heads][score_stride]
+    int32_t* levels = nullptr;  // [lists]
+    int32_t* blocks = nullptr;  // [rows][heads]
+    float* scores = nullptr;    // [rows * heads][score_stride]
+  };
+  struct Counters {
+    std::atomic<int64_t> steps{0}, selected{0}, missing{0};
   };
   class Worker;
 
   explicit HostScores(const Options& options);
   absl::Status Allocate();
-  int64_t head_words() const { return 1 + 2 * options_.shape.lists(); }
 
   const Options options_;
-  // int32 [rows + 1][head_words()]: how a request of so many rows begins, namely their number and
-  // the lists' words. A stream copies it from here.
-  Buffer heads_;
-  Buffer request_, q_, scores_;
+  Buffer request_;
+  std::unique_ptr<float[]> scores_;
   Side side_;
-  SlotWorkers* workers_ = nullptr;
-  int first_channel_ = 0;
+  std::unique_ptr<Counters[]> counters_;         // [layers]
   std::vector<std::unique_ptr<Worker>> shares_;  // by worker
 };
 
