@@ -115,6 +115,10 @@ void DrawFluxion(NodeSpec* node) {
   policy.fluxion.all_levels = OneIn(random, 2);
   if (OneIn(random, 2)) policy.fluxion.device_share = random.Uniform();
   if (OneIn(random, 4)) policy.fluxion.device_share = OneIn(random, 2) ? 0 : 1;
+  if (policy.fluxion.digests_in_dram) {
+    policy.fluxion.resident = false;
+    policy.fluxion.device_share = OneIn(random, 2) ? 0 : -1;
+  }
   policy.recompute_last = static_cast<PolicyOptions::RecomputeLast>(random.Below(3));
   // The whole sequence has places, or those of the sink and some blocks.
   policy.budget_tokens = kFluxionSinkTokens + static_cast<int>(Between(random, 0, 112));

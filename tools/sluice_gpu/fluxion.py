@@ -16,9 +16,9 @@ PAPER, DIGESTS = (f"fluxion-synthetic:hot=0:host-digests={digests}" for digests 
 HOT = "fluxion-synthetic:hot=1"
 
 # The baseline with digests in HBM, and with hot blocks there too; then the network in each form, without and with the
-# link beside the CPU.
+# link beside the CPU. In the published form the device has no share of its own: it pulls, or the CPU attends alone.
 FORMS = ("full", BASELINE, "fluxion-fixed:device-share=0", "fluxion-fixed:hot=1",
-         *(f"{form}{how}" for form in (PAPER, DIGESTS) for how in (":device-share=0", "")), HOT)
+         f"{PAPER}:device-share=0", f"{PAPER}:pull=1", f"{DIGESTS}:device-share=0", DIGESTS, HOT)
 FIGURE7 = ("full", BASELINE, f"{PAPER}:device-share=0", f"{PAPER}:pull=1", f"{DIGESTS}:pull=1", HOT)
 SCHEDULES = tuple(f"{DIGESTS}:{how}" for how in ("schedule=none", "schedule=uniform", "schedule=length",
                                                  "schedule=parts", "pull=1"))

@@ -74,7 +74,9 @@ TEST_CASE("turns of a kept sequence give what one prompt of all of them gives") 
     INFO(policy);
     NodeOptions options = Options(policy.substr(0, policy.find(',')));
     // A kept sequence then leaves pages, and needs more than its tokens do.
-    options.policy.fluxion.digests_in_dram = absl::StrContains(policy, "DRAM");
+    const bool in_dram = absl::StrContains(policy, "DRAM");
+    options.policy.fluxion.digests_in_dram = in_dram;
+    options.policy.fluxion.resident = !in_dram;
     Node node(options);
     const std::vector<int32_t> first = Tokens(150, 1), second = Tokens(40, 2), third = Tokens(1, 3);
     const Generated one = node.Generate(Kept(first));
