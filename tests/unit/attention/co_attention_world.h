@@ -23,6 +23,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "tests/unit/attention/copying_maker.h"
 
 namespace sluice::co_attention {
 
@@ -41,7 +42,8 @@ struct Shape {
   absl::Duration deadline = absl::Seconds(60);
   kernels::DType type = kernels::DType::kBFloat16;
   int64_t part_bytes = 256 << 10;
-  int pullers = 0;  // of the device
+  int pullers = 0;           // of the device
+  bool makes_lists = false;  // by CopyingMaker, in the rounds
 };
 
 // Memory of the device, and the host memory through which the test reads and writes it.
@@ -94,6 +96,11 @@ class World {
     options.unit_tokens = shape.unit_tokens;
     options.part_bytes = shape.part_bytes;
     options.pullers = shape.pullers;
+    if (shape.makes_lists) {
+      maker = std::make_unique<CopyingMaker>(device, shape.workers, shape.max_rows, shape.kv_heads,
+                                             shape.capacity);
+      options.maker = maker.get();
+    }
     auto made = CoAttention::Create(options);
     REQUIRE(made.ok());
     co_attention = *std::move(made);
@@ -168,14 +175,16 @@ class World {
     }
   }
 
-  // Enqueues one step like a policy with a look-ahead, or without one where the device pulls.
+  // Enqueues one step like a policy with a look-ahead, or without one where the device pulls or
+  // workers make the lists.
   void Enqueue(Stream& s, int rows) {
     slots.ToDevice(s);
     positions.ToDevice(s);
     if (shape.pullers > 0) return EnqueuePulled(s, rows);
-    Ask(s, 0, rows);
+    const int ahead = shape.makes_lists ? 0 : 1;
+    for (int layer = 0; layer < ahead; ++layer) Ask(s, layer, rows);
     for (int layer = 0; layer < shape.layers; ++layer) {
-      if (layer + 1 < shape.layers) Ask(s, layer + 1, rows);
+      if (layer + ahead < shape.layers) Ask(s, layer + ahead, rows);
       const auto l = static_cast<size_t>(layer);
       co_attention->Finish(s, layer, slots.device(), rows, o[l].device(), lse[l].device());
       o[l].ToHost(s);
@@ -254,6 +263,7 @@ class World {
   const Shape shape;
   const Mirrored<int32_t> slots, positions;  // [max_rows]
   std::vector<Mirrored<float>> o, lse;       // by layer
+  std::unique_ptr<CopyingMaker> maker;       // null: the device makes lists
   std::unique_ptr<CoAttention> co_attention;
   std::unique_ptr<Stream> stream;
 
@@ -331,6 +341,7 @@ class World {
     const Request& r = requests_[static_cast<size_t>(layer)];
     for (const auto* list : {&r.units, &r.counts}) list->ToDevice(s);
     r.q.ToDevice(s);
+    if (maker != nullptr) maker->Copy(ListsOf(layer));
     co_attention->Start(s, layer, QueriesOf(layer, rows), ListsOf(layer),
                         homes_[static_cast<size_t>(layer)]);
   }

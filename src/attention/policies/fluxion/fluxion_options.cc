@@ -51,10 +51,9 @@ absl::Status CheckPublishedForm(const PolicyOptions& options) {
         "fluxion_placement: whole lists are assigned only where digests lie in HBM");
   }
   if (fluxion.resident) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("policy ", options.name,
-                     " keeps blocks in HBM for being selected often (hot=1) only where digests lie "
-                     "in HBM too"));
+    return OutOfRange(options, "hot",
+                      "0 where digests lie in DRAM, since the device has no lists to recall from",
+                      1);
   }
   return absl::OkStatus();
 }

@@ -421,6 +421,22 @@ TEST_CASE("fluxion refuses options that do not fit, by name") {
     o.fluxion.placement = Placement::kPull;
     o.workers = 64;
   });
+  const auto publish = [](PolicyOptions& o) {
+    o.fluxion.digests_in_dram = o.fluxion.all_levels = true;
+    o.fluxion.resident = false;
+  };
+  refused("fluxion_device_share", [&](PolicyOptions& o) {
+    publish(o);
+    o.fluxion.device_share = 0.5;
+  });
+  refused("fluxion_placement", [&](PolicyOptions& o) {
+    publish(o);
+    o.fluxion.division = Division::kHeads;
+  });
+  refused("hot", [&](PolicyOptions& o) {
+    publish(o);
+    o.fluxion.resident = true;
+  });
   refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 8; });
   refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 48; });
   refused("fluxion_fixed_block", [](PolicyOptions& o) { o.fluxion.fixed_block = 256; });
