@@ -52,6 +52,36 @@ struct Cut {
   bool Takes(uint32_t of) { return of > key || (of == key && equal-- > 0); }
 };
 
+// The keys of those candidates that share the first digit of the cut's key: few, unless most scores
+// are alike.
+struct SharedDigit {
+  static constexpr int64_t kMost = 1024;
+  uint32_t keys[kMost + 1];  // one more, since a key is written before it is counted
+  int32_t count = 0;
+
+  // REQUIRES: there are kMost at most.
+  SharedDigit(const Candidates& c, uint32_t digit) {
+    ForEachKey(c, [&](int64_t, uint32_t key) {
+      keys[count] = key;
+      count += (key >> (32 - kDigitBits) == digit) & (key >= c.least);
+    });
+  }
+  // Returns how many keys are at least `key`.
+  int32_t From(uint32_t key) const {
+    int32_t from = 0;
+    for (int32_t i = 0; i < count; ++i) from += keys[i] >= key;
+    return from;
+  }
+  // Returns the cut that leaves `wanted` of them, bit by bit from the digit on.
+  Cut CutAt(uint32_t digit, int64_t wanted) const {
+    uint32_t key = digit << (32 - kDigitBits);
+    for (uint32_t bit = 1u << (31 - kDigitBits); bit != 0; bit >>= 1) {
+      if (From(key | bit) >= wanted) key |= bit;
+    }
+    return {key, wanted - (key == ~0u ? 0 : From(key + 1))};
+  }
+};
+
 // Returns the cut that leaves `wanted` >= 1 candidates, or all where there are fewer.
 inline Cut CutOf(const Candidates& c, int64_t wanted) {
   uint32_t prefix = 0;
@@ -73,6 +103,9 @@ inline Cut CutOf(const Candidates& c, int64_t wanted) {
     prefix = prefix << width | static_cast<uint32_t>(digit);
     known += width;
     if (low == 0) return {prefix, wanted};
+    if (known == kDigitBits && histogram[digit] <= SharedDigit::kMost) {
+      return SharedDigit(c, prefix).CutAt(prefix, wanted);
+    }
     shift -= kDigitBits;
   }
 }

@@ -12,6 +12,18 @@ namespace {
 constexpr int64_t kMostGroup = 64;  // query heads of a KV head
 constexpr int64_t kWordBlocks = 64;
 
+// Returns 64 bytes of 0 or 1 as bits. Eight bytes at a time are multiplied, so that their bits meet
+// in the highest byte; bytes are made in vectors, which bits are not.
+uint64_t BitsOf(const uint8_t* bytes) {
+  uint64_t bits = 0;
+  for (int i = 0; i < kWordBlocks / 8; ++i) {
+    uint64_t eight;
+    __builtin_memcpy(&eight, bytes + 8 * i, sizeof(eight));
+    bits |= (eight * 0x0102040810204080u >> 56) << (8 * i);
+  }
+  return bits;
+}
+
 // The selection of one head, among the blocks of the cpu segment.
 struct HeadCut {
   const float* scores;  // of the segment's first block on
@@ -20,12 +32,13 @@ struct HeadCut {
   // Returns the bits of those of the `count` <= 64 blocks from `first` on that are selected.
   // REQUIRES: calls come in the order of blocks, and leave none out.
   uint64_t Take(int64_t first, int64_t count) {
-    uint64_t above = 0, same = 0;
+    uint8_t is_above[kWordBlocks] = {}, is_same[kWordBlocks] = {};
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t of = KeyOf(scores[first + i]);
-      above |= uint64_t{of > cut.key} << i;
-      same |= uint64_t{of == cut.key} << i;
+      is_above[i] = of > cut.key;
+      is_same[i] = of == cut.key;
     }
+    uint64_t above = BitsOf(is_above), same = BitsOf(is_same);
     for (; same != 0 && cut.equal > 0; --cut.equal) {
       above |= same & -same;
       same &= same - 1;
