@@ -83,7 +83,7 @@ scout:interval=8. These settings exist in this bench alone:
   streaming=0          (fluxion-synthetic) no head streams
   level=N              (fluxion-synthetic) all blocks have N tokens: 16, 32, 64 or 128; budgets are the network's
   hot=0                (fluxion) no block has a place in HBM for being selected often
-  host-digests=1       (fluxion) digests lie in DRAM, and the CPU scores them
+  host-digests=1       (fluxion) digests lie in DRAM, and the CPU scores them and selects; hot=0, and no device-share
   skip=1, row-copies=1 (ess) fetch nothing; copy row by row from the host
 
 --traffic times every step of sequences that do not march alike. steady: all have the longest of --contexts.
