@@ -39,9 +39,9 @@ struct alignas(64) PullGrant {
 struct PullAttentionParams {
   // Lists, cache, queries, scale and rows, as in SparseAttention. `units` is not null; `o`, `lse`,
   // `places` and `wanted` are ignored; kv_head_begin is 0, kv_head_end the number of KV heads.
-  // Lists may be in pinned memory and be written by the host while the operator runs: a list's count
-  // and units are read only after a part of it has been granted, and the grant makes them visible.
-  // So they are read with plain loads that are coherent, never through a read-only path.
+  // Lists may be in pinned memory and be written by the host while the operator runs: a list's
+  // count and units are read only after a part of it has been granted, and the grant makes them
+  // visible. So they are read with plain loads that are coherent, never through a read-only path.
   SparseAttentionParams attention;
   int32_t least_units;      // of a part (UnitsOfPart)
   int32_t most_parts;       // >= the parts of every list, at most kMostListParts
