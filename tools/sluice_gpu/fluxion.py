@@ -15,11 +15,11 @@ BASELINE = "fluxion-paper-fixed:device-share=0"
 PAPER, DIGESTS = (f"fluxion-synthetic:hot=0:host-digests={digests}" for digests in (1, 0))
 HOT = "fluxion-synthetic:hot=1"
 
-# The baseline with digests in HBM, and with hot blocks there too; then the network in each form, without and with the
-# link beside the CPU. In the published form the device has no share of its own: it pulls, or the CPU attends alone.
+# The baseline with digests in HBM, and with hot blocks there too; then the network in each form, where the CPU attends
+# alone to what is not in HBM, and where the device pulls beside it.
 FORMS = ("full", BASELINE, "fluxion-fixed:device-share=0", "fluxion-fixed:hot=1",
-         f"{PAPER}:device-share=0", f"{PAPER}:pull=1", f"{DIGESTS}:device-share=0", DIGESTS, HOT)
-FIGURE7 = ("full", BASELINE, f"{PAPER}:device-share=0", f"{PAPER}:pull=1", f"{DIGESTS}:pull=1", HOT)
+         *(f"{form}{how}" for form in (PAPER, DIGESTS) for how in (":device-share=0", ":pull=1")), HOT, f"{HOT}:pull=1")
+FIGURE7 = ("full", BASELINE, f"{PAPER}:device-share=0", f"{PAPER}:pull=1", f"{DIGESTS}:pull=1", f"{HOT}:pull=1")
 SCHEDULES = tuple(f"{DIGESTS}:{how}" for how in ("schedule=none", "schedule=uniform", "schedule=length",
                                                  "schedule=parts", "pull=1"))
 # One size of block for all heads, sizes by the plan where no head streams, and everything.
@@ -28,8 +28,9 @@ ABLATION = (BASELINE, *(f"{form}:device-share=0{less}" for form in (PAPER, DIGES
 
 
 def _shape(name: str, context: int, batch: int, policies: tuple[str, ...], **more) -> Run:
+    # A trace takes as long as the rest of a row, so only the rows of table 5 have one.
     return Run(name, policies, (context,), given_batches=True, most=batch, block_tokens=16, statistics=0, steps=8,
-               distinct=1, **{"model": LLAMA, "batches": (batch,), "full_sequences": None, **more})
+               distinct=1, **{"model": LLAMA, "batches": (batch,), "full_sequences": None, "trace": False, **more})
 
 
 def _qwen(name: str, context: int, batch: int) -> Run:
@@ -53,21 +54,21 @@ MIXED = {"16k-64k": drawn(16384, 65536, seed=1), "32k-128k": drawn(32768, 129024
 
 FLUXION_PARTS = {
     # Shapes of figure 7, and idle times (table 5). The others of the figure: fluxion-long.
-    "fluxion": [_shape("llama-4x32k", 32768, 4, FORMS), _shape("llama-16x32k", 32768, 16, FORMS)],
+    "fluxion": [_shape(f"llama-{batch}x32k", 32768, batch, FORMS, trace=True) for batch in (4, 16)],
     "fluxion-long": [_shape("llama-8x32k", 32768, 8, FIGURE7), _shape("llama-4x64k", 65536, 4, FIGURE7),
                      _shape("llama-4x128k", 129024, 4, FIGURE7)],
     "fluxion-qwen": [_qwen(f"{batch}x32k", 32768, batch) for batch in (4, 8, 16)],
     "fluxion-qwen-long": [_qwen("4x64k", 65536, 4), _qwen("4x128k", 129024, 4)],
     # Figure 8.
-    "fluxion-mixed": [_mixed(f"llama-{name}", lengths, (BASELINE, f"{PAPER}:pull=1", f"{DIGESTS}:pull=1", HOT))
+    "fluxion-mixed": [_mixed(f"llama-{name}", lengths, (BASELINE, f"{PAPER}:pull=1", f"{DIGESTS}:pull=1", f"{HOT}:pull=1"))
                       for name, lengths in MIXED.items()],
     # Figure 9c.
     "fluxion-schedule": [_mixed(f"schedules-{name}", lengths, SCHEDULES) for name, lengths in MIXED.items()],
     # Figure 9b.
-    "fluxion-ablation": [_shape("ablation-16x32k", 32768, 16, ABLATION, trace=False)],
+    "fluxion-ablation": [_shape("ablation-16x32k", 32768, 16, ABLATION)],
     # 24 sequences of 32K beside `full` with HBM for two of them, then with HBM for all.
     "fluxion-capped": [
         _shape("llama-24x32k-capped", 32768, 24, ("full", BASELINE, f"{PAPER}:device-share=0", f"{PAPER}:pull=1"),
-               full_sequences=2, batches=(2, 24), trace=False),
-        _shape("llama-24x32k-equal", 32768, 24, ("full", f"{DIGESTS}:pull=1", HOT), trace=False)],
+               full_sequences=2, batches=(2, 24)),
+        _shape("llama-24x32k-equal", 32768, 24, ("full", f"{DIGESTS}:pull=1", f"{HOT}:pull=1"))],
 }
