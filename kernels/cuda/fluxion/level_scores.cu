@@ -39,7 +39,6 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 5;
 constexpr int kSegment = 64;  // elements, and bytes, of a row that four lanes load at a time
 constexpr int kMaxDim = 256;
-constexpr int kSegments = 4;    // segments of a row that are under way together
 constexpr int kSteps = 4;       // steps of k, of 16 elements each, in a segment
 constexpr int kListParts = 16;  // the most thread blocks of a list, where lists fill the machine
 
@@ -105,7 +104,8 @@ struct TileRows {
   }
 };
 
-// Loaded segments of a lane's two rows.
+// Loaded segments of a lane's two rows. kSegments of a row are under way together.
+template <int kSegments>
 struct Segments {
   uint4 upper[kSegments], lower[kSegments];
 
@@ -127,8 +127,9 @@ struct TileSums {
   float best[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 
   // Adds segments [first, first + kSegments) of those that a row has. A piece has `of_piece`.
-  __device__ __forceinline__ void Add(const Segments& rows, int first, int segments, int of_piece,
-                                      const uint4* queries) {
+  template <int kSegments>
+  __device__ __forceinline__ void Add(const Segments<kSegments>& rows, int first, int segments,
+                                      int of_piece, const uint4* queries) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int j = 0; j < kSegments; ++j) {
@@ -199,7 +200,8 @@ struct Columns {
 
 // The kernel for pieces of whole segments. Grid: (thread blocks of a list, KV heads, rows). Shared
 // memory: queries, [head_dim / 16][32], and where rows have a spread as much for their squares.
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+template <int kSegments>
+__global__ void __launch_bounds__(kThreads, kSegments > 4 ? kBlocksPerSm - 1 : kBlocksPerSm)
     LevelScoresKernel(const __grid_constant__ LevelScoresParams p) {
   extern __shared__ uint4 operands[];
   WaitForPriorKernels();
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       first_tile + static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
   for (int first = 0; first < group; first += kTileHeads) {
     const int heads = min(kTileHeads, group - first), head = list.kv_head * group + first;
-    Segments rows;  // loads while the queries come
+    Segments<kSegments> rows;  // loads while the queries come
     if (begin < end_tile) rows.Load(TileRows(digests, list, begin), 0, segments);
     if (first > 0) __syncthreads();  // before other heads overwrite these
     PutQueries(p.q + list.row * p.q_stride + int64_t{head} * dim, heads, dim, has_spread, operands);
@@ -331,9 +333,13 @@ cudaError_t LaunchLevelScores(const LevelScoresParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const int dim = p.head_dim;
   const bool has_tiles = dim % kSegment == 0;
-  const auto kernel = has_tiles ? LevelScoresKernel : LevelScoresByBlocks;
+  const bool has_spread = HasSpread(digests, dim);
+  // Of the rows of a head_dim of 128, a half is under way: 4 segments of 8, or 5 of 10.
+  const auto kernel = !has_tiles   ? LevelScoresByBlocks
+                      : has_spread ? LevelScoresKernel<5>
+                                   : LevelScoresKernel<4>;
   // In tiles an element is two fp16, which are as many bytes as a float, and so is its square.
-  const int operands = has_tiles && HasSpread(digests, dim) ? 2 : 1;
+  const int operands = has_tiles && has_spread ? 2 : 1;
   const int64_t shared = int64_t{kTileHeads} * dim * int64_t{sizeof(float)} * operands;
   const int parts = ListParts(p, processors, kWarps * (has_tiles ? kTileRows : 1));
   return LaunchKernel(kernel, dim3(parts, digests.kv_heads, p.rows), dim3(kThreads),
