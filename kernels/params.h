@@ -361,7 +361,15 @@ struct SampleParams {
   void* scratch;            // [workers] of SampleScratchBytes(vocab)
   int32_t rows;
   int32_t vocab;
+  // [rows] or null. 0: the row's choice goes to out_tokens alone, and its history stays as it is.
+  // Rows of one slot in a step need that: each would write where the next one reads.
+  const int32_t* stores = nullptr;
 };
+
+// Returns whether row `row`'s choice goes to its history.
+constexpr bool Stores(const SampleParams& p, int64_t row) {
+  return p.stores == nullptr || p.stores[row] != 0;
+}
 
 // Returns the bytes of scratch of one worker: a float copy, an id list and a count per vocabulary
 // entry.

@@ -34,7 +34,7 @@ SLUICE_PLAIN_PARAMS(SiluMulParams, 32);
 SLUICE_PLAIN_PARAMS(TransferParams, 120);
 SLUICE_PLAIN_PARAMS(CopyRowsParams, 344);
 SLUICE_PLAIN_PARAMS(SamplingSlot, 64);
-SLUICE_PLAIN_PARAMS(SampleParams, 120);
+SLUICE_PLAIN_PARAMS(SampleParams, 128);
 SLUICE_PLAIN_PARAMS(PagedRows, 56);
 SLUICE_PLAIN_PARAMS(UnitLists, 24);
 SLUICE_PLAIN_PARAMS(DigestParams, 208);
@@ -102,6 +102,7 @@ static_assert(offsetof(TransferParams, counts) == 80, "TransferParams::counts");
 static_assert(offsetof(TransferParams, max_workers) == 100, "TransferParams::max_workers");
 static_assert(offsetof(SamplingSlot, top_k) == 32, "SamplingSlot::top_k");
 static_assert(offsetof(SampleParams, vocab) == 116, "SampleParams::vocab");
+static_assert(offsetof(SampleParams, stores) == 120, "SampleParams::stores");
 
 static_assert(SizeOf(DType::kBFloat16) == 2 && SizeOf(DType::kFloat32) == 4, "element sizes");
 static_assert(kAttentionSplitTokens % 32 == 0, "a split is a whole number of chunks");

@@ -315,7 +315,7 @@ void SampleRow(const SampleParams& p, int64_t row, Scratch& scratch) {
     }
   }
   p.out_tokens[row] = token;
-  p.tokens[slot * p.token_stride + position + 1] = token;
+  if (Stores(p, row)) p.tokens[slot * p.token_stride + position + 1] = token;
   if (token >= 0 && (s.logprobs != 0 || s.top_logprobs > 0)) {
     ReportLogprobs(p, row, s.top_logprobs, token, raw, raw_largest);
   }

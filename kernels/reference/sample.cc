@@ -131,7 +131,7 @@ void Sample(const SampleParams& p, Worker worker) {
       if (Usable(logits)) token = Draw(s, position + 1 - s.prompt_length, logits);
     }
     p.out_tokens[r] = token;
-    p.tokens[slot * p.token_stride + position + 1] = token;
+    if (Stores(p, r)) p.tokens[slot * p.token_stride + position + 1] = token;
     if (token >= 0 && (s.logprobs != 0 || s.top_logprobs > 0)) {
       ReportLogprobs(p, r, s.top_logprobs, token, raw);
     }

@@ -15,4 +15,16 @@ absl::Status CheckAttends(AttentionPolicy& policy, const CacheLayout& layout) {
                                                  ", which the model has: take policy full"));
 }
 
+absl::Status CheckVerifies(const AttentionPolicy& policy, int drafts) {
+  const int most = policy.decode_rows_per_sequence();
+  if (drafts < most) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      most > 1
+          ? absl::StrCat("speculation_tokens: expected at most ", most - 1, " with policy ",
+                         policy.name(), ", found ", drafts)
+          : absl::StrCat("speculation: expected none with policy ", policy.name(),
+                         ", which computes one row of a sequence in a step: set it to none, or "
+                         "take policy full"));
+}
+
 }  // namespace sluice

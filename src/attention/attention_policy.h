@@ -48,7 +48,10 @@ class AttentionPolicy : public SequencePlacement, public PolicyStatisticsSource 
 
   // The functions below belong to the engine's thread.
 
-  // Returns the maximum number of decode rows that one sequence may have in a step.
+  // Returns the maximum number of decode rows that one sequence may have in a step. If there may be
+  // several, the last of them may be of drafts (src/engine/drafter.h): positions that the sequence
+  // takes back after the step, and computes again in a later one. Nothing that the policy keeps may
+  // depend on such a row, except what lies at its position.
   virtual int decode_rows_per_sequence() const { return kernels::kMaxNewTokens; }
 
   // Returns how often a sequence's first decode row is to be computed in vain before it counts: its
@@ -80,5 +83,9 @@ class AttentionPolicy : public SequencePlacement, public PolicyStatisticsSource 
 // Returns OK if `policy` offers the form of attention that caches of this layout need, and
 // INVALID_ARGUMENT, naming both, if it does not.
 absl::Status CheckAttends(AttentionPolicy& policy, const CacheLayout& layout);
+
+// Returns OK if a step may verify `drafts` drafts of a sequence, which are decode rows beside its
+// own, and INVALID_ARGUMENT, naming the policy and the setting, if it may not.
+absl::Status CheckVerifies(const AttentionPolicy& policy, int drafts);
 
 }  // namespace sluice

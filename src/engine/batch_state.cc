@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "src/attention/attention_policy.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
@@ -18,7 +19,14 @@ using kernels::SamplingSlot;
 
 absl::StatusOr<std::unique_ptr<BatchState>> BatchState::Create(const Options& options,
                                                                Device* device, const Model& model) {
-  SLUICE_CHECK(options.slots <= model.max_logits() && options.slots <= model.max_rows());
+  const int64_t samples = int64_t{options.slots} * (1 + options.draft_tokens);
+  SLUICE_CHECK(samples <= model.max_logits() && samples <= model.max_rows());
+  // PutTokens counts the tokens of all histories in int32.
+  if (options.draft_tokens > 0 && int64_t{options.slots} * options.max_context > INT32_MAX) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "speculation: expected at most 2^31 tokens of max_context x max_sequences, found ",
+        int64_t{options.slots} * options.max_context));
+  }
   std::unique_ptr<BatchState> state(new BatchState(options, device, model));
   SLUICE_RETURN_IF_ERROR(state->AllocateAll());
   return state;
@@ -28,9 +36,10 @@ BatchState::BatchState(const Options& options, Device* device, const Model& mode
     : device_(device),
       slots_(options.slots),
       max_context_(options.max_context),
+      draft_tokens_(options.draft_tokens),
       vocab_(model.config().vocab_size),
       max_rows_(model.max_rows()),
-      max_samples_(options.slots) {
+      max_samples_(options.slots * (1 + options.draft_tokens)) {
   for (Marks& m : marks_) {
     for (auto* mark : {&m.begin, &m.rows_in, &m.forward_done, &m.sampled, &m.end}) {
       *mark = device->NewTimedEvent();
@@ -82,6 +91,10 @@ BatchState::Inputs BatchState::InputsAt(const Buffer& buffer, const Shape& shape
   in.logit_rows = in.numbers + shape.rows;
   in.sample_slots = in.logit_rows + shape.samples;
   in.sample_positions = in.sample_slots + shape.samples;
+  in.tokens = in.sample_positions + shape.samples;
+  in.token_places = in.tokens + shape.rows;
+  in.token_count = in.token_places + shape.rows;
+  in.stores = in.token_count + 1;
   return in;
 }
 
@@ -145,7 +158,7 @@ int32_t BatchState::BucketOf(int32_t rows) const {
 
 absl::Status BatchState::RecordPrograms(Stream& stream, Model& model, AttentionPolicy& policy) {
   programs_.clear();
-  for (int32_t rows = 1; rows <= slots_; ++rows) {
+  for (int32_t rows = 1; rows <= max_samples_; ++rows) {
     const int32_t bucket = BucketOf(rows);
     if (bucket == 0 || (!programs_.empty() && programs_.back().shape.rows == bucket)) continue;
     const Shape shape{bucket, bucket, std::min(bucket, max_samples_)};
@@ -202,11 +215,11 @@ void BatchState::FillInputs(int buffer, const StepPlan& plan, const Shape& shape
       host.positions[row] = static_cast<int32_t>(planned.first_position + i);
       host.numbers[row] = planned.decoded + i;
     }
-    if (planned.sample) {
-      host.logit_rows[sample] = row - 1;
+    if (!planned.sample) continue;
+    for (int32_t chooser = row - 1 - planned.drafts; chooser < row; ++chooser, ++sample) {
+      host.logit_rows[sample] = chooser;
       host.sample_slots[sample] = planned.slot;
-      host.sample_positions[sample] = host.positions[row - 1];
-      ++sample;
+      host.sample_positions[sample] = host.positions[chooser];
     }
   }
   for (; row < shape.rows; ++row) {
@@ -221,9 +234,43 @@ void BatchState::FillInputs(int buffer, const StepPlan& plan, const Shape& shape
   }
 }
 
+void BatchState::FillDraftInputs(int buffer, const StepPlan& plan, const Shape& shape,
+                                 absl::Span<const int32_t> tokens) {
+  const Inputs host = InputsAt(host_inputs_[static_cast<size_t>(buffer)], shape);
+  std::fill_n(host.token_places, shape.rows, -1);
+  std::fill_n(host.tokens, shape.rows, -1);
+  for (size_t row = 0; row < tokens.size(); ++row) {
+    if (tokens[row] < 0) continue;
+    host.tokens[row] = tokens[row];
+    host.token_places[row] = host.slots[row] * max_context_ + host.positions[row];
+  }
+  *host.token_count = shape.rows;
+  int32_t sample = 0;
+  for (const PlanRow& planned : plan.rows) {
+    if (!planned.sample) continue;
+    std::fill_n(host.stores + sample, 1 + planned.drafts, planned.drafts == 0 ? 1 : 0);
+    sample += 1 + planned.drafts;
+  }
+  std::fill_n(host.stores + sample, shape.samples - sample, 0);
+}
+
+void BatchState::PutTokens(Stream& stream, const Shape& shape) const {
+  const Inputs in = InputsAt(inputs_, shape);
+  kernels::TransferParams put{};
+  put.source = in.tokens;
+  put.target = device_tables_.tokens.data();
+  put.source_pitch = put.target_pitch = put.unit_bytes = sizeof(int32_t);
+  put.target_units = in.token_places;
+  put.counts = in.token_count;
+  put.lists = 1;
+  put.capacity = shape.rows;
+  device_->kernels().Transfer(stream, put);
+}
+
 void BatchState::Forward(Stream& stream, const Shape& shape, Model& model,
                          AttentionPolicy& policy) const {
   const Inputs in = InputsAt(inputs_, shape);
+  if (draft_tokens_ > 0) PutTokens(stream, shape);
   StepInputs step;
   step.tokens = device_tables_.tokens.as<int32_t>();
   step.token_stride = max_context_;
@@ -258,12 +305,14 @@ void BatchState::Sample(Stream& stream, const Shape& shape) const {
   choose.scratch = sample_scratch_.data();
   choose.rows = shape.samples;
   choose.vocab = vocab_;
+  choose.stores = draft_tokens_ > 0 ? in.stores : nullptr;
   device_->kernels().Sample(stream, choose);
 }
 
 void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
-                        AttentionPolicy& policy) {
-  SLUICE_CHECK(plan.row_count <= max_rows_ && plan.sample_count <= max_samples_);
+                        AttentionPolicy& policy, absl::Span<const int32_t> tokens) {
+  SLUICE_CHECK(plan.row_count <= max_rows_ && plan.sample_count <= max_samples_ &&
+               std::ssize(tokens) <= (draft_tokens_ > 0 ? plan.row_count : 0));
   const auto b = static_cast<size_t>(buffer);
   Marks& marks = marks_[b];
   const bool timed = std::exchange(marks.timed, false);
@@ -275,6 +324,7 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
     RecordAgain(stream, *program, model, policy);
   }
   FillInputs(buffer, plan, shape);
+  if (draft_tokens_ > 0) FillDraftInputs(buffer, plan, shape, tokens);
   const Inputs rows = InputsAt(host_inputs_[b], shape);
   // Before the copy: a kernel may read tables before the kernels ahead of it in the stream have
   // ended (kernels/cuda/common/launch.cuh), but never before a copy ahead of it has.

@@ -1,6 +1,9 @@
 // The running batch as the device sees it: token histories, sampling state, the rows of the step
 // and its results, all at fixed addresses. The host changes tables when a sequence joins, and
-// uploads the rows of each step; token values never pass through the host.
+// uploads the rows of each step; token values never pass through the host, except drafts
+// (src/engine/drafter.h) and the tokens that follow them. A step writes those to the histories
+// before its forward pass. Rows with drafts store no choice there, because each would write where
+// the next one reads.
 //
 // So nearly all of a step of decode rows can be recorded once: one pair of programs (forward pass,
 // sampling) for every row bucket of the device. Missing rows of a bucket are padded. Such a step is
@@ -35,11 +38,13 @@ class BatchState {
   struct Options {
     int slots = 0;
     int max_context = 0;
+    int draft_tokens = 0;  // maximum drafts of a sequence in a step
   };
   static absl::StatusOr<std::unique_ptr<BatchState>> Create(const Options& options, Device* device,
                                                             const Model& model);
 
-  // Records the programs for steps of up to `slots` decode rows, so that no later step has to; runs
+  // Records the programs for steps of up to `slots` decode rows, and of as many more as they may
+  // have drafts, so that no later step has to; runs
   // nothing. From then on Launch must be called with streams of the kind of `stream`, and with
   // `model` and `policy`, which outlive this. Returns the device's errors.
   absl::Status RecordPrograms(Stream& stream, Model& model, AttentionPolicy& policy);
@@ -61,8 +66,11 @@ class BatchState {
   // Enqueues a step: what the policy has for the device, the rows, the forward pass, sampling and
   // the copy of the results. `buffer` < kDepth is free again once event(buffer) is ready and its
   // results were read.
+  // `tokens` are the tokens of the plan's rows, as far as the host knows them; -1: the device has
+  // it. Empty: the device has all of them. REQUIRES: it is empty if draft_tokens is 0, and has all
+  // drafts, and the token after a step of its sequence with drafts, which that step did not store.
   void Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
-              AttentionPolicy& policy);
+              AttentionPolicy& policy, absl::Span<const int32_t> tokens = {});
   Event& event(int buffer) { return *marks_[static_cast<size_t>(buffer)].end; }
 
   // The device's time in a step, by part.
@@ -104,6 +112,12 @@ class BatchState {
   void RecordAgain(Stream& stream, StepProgram& program, Model& model, AttentionPolicy& policy);
   // Writes the plan's rows and samples to `buffer`'s inputs on the host, padded to `shape`.
   void FillInputs(int buffer, const StepPlan& plan, const Shape& shape);
+  // Writes what a step with drafts needs beside them: the rows' tokens, and which samples store
+  // theirs.
+  void FillDraftInputs(int buffer, const StepPlan& plan, const Shape& shape,
+                       absl::Span<const int32_t> tokens);
+  // Enqueues the writing of the rows' tokens to the histories.
+  void PutTokens(Stream& stream, const Shape& shape) const;
   void Forward(Stream& stream, const Shape& shape, Model& model, AttentionPolicy& policy) const;
   void Sample(Stream& stream, const Shape& shape) const;
   absl::Status Allocate(Buffer* buffer, MemoryKind kind, int64_t bytes, const char* what);
@@ -114,10 +128,16 @@ class BatchState {
   struct Inputs {
     int32_t *slots, *positions, *numbers;                   // [rows]
     int32_t *logit_rows, *sample_slots, *sample_positions;  // [samples]
+    // Only where there may be drafts. A row's token goes to entry `token_places` of the histories,
+    // counted over all slots; -1: it is there. `stores` is that of SampleParams.
+    int32_t *tokens, *token_places, *token_count;  // [rows], [rows], [1]
+    int32_t* stores;                               // [samples]
   };
   static Inputs InputsAt(const Buffer& buffer, const Shape& shape);
-  static int64_t InputBytes(const Shape& shape) {
-    return (3 * int64_t{shape.rows} + 3 * int64_t{shape.samples}) * 4;
+  int64_t InputBytes(const Shape& shape) const {
+    const int64_t plain = 3 * int64_t{shape.rows} + 3 * int64_t{shape.samples};
+    const int64_t drafts = 2 * int64_t{shape.rows} + 1 + int64_t{shape.samples};
+    return (plain + (draft_tokens_ > 0 ? drafts : 0)) * 4;
   }
   // Step results, one after the other in one buffer.
   struct Results {
@@ -144,6 +164,7 @@ class BatchState {
   Device* const device_;
   const int slots_;
   const int max_context_;
+  const int draft_tokens_;
   const int vocab_;
   const int max_rows_;
   const int max_samples_;

@@ -33,6 +33,10 @@ EngineImpl::EngineImpl(const Options& options, const Parts& parts,
     step.members.reserve(options.max_sequences);
   }
   plan_.rows.reserve(options.max_sequences);
+  if (parts_.drafter != nullptr) {
+    row_tokens_.reserve(static_cast<size_t>(parts_.model->max_rows()));
+    parts_.metrics->SetDraftTokens(static_cast<int>(options_.draft_tokens));
+  }
   running_.reserve(options.max_sequences);
   planner_view_.reserve(options.max_sequences);
   waiting_view_.reserve(options.max_sequences);
@@ -265,9 +269,11 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const Options& options, c
   SLUICE_CHECK(options.max_context > 0 &&
                options.max_context <= static_cast<uint32_t>(parts.model->max_context()));
   SLUICE_RETURN_IF_ERROR(CheckAttends(*parts.policy, parts.model->cache_layout()));
+  const int drafts = parts.drafter == nullptr ? 0 : static_cast<int>(options.draft_tokens);
+  if (drafts > 0) SLUICE_RETURN_IF_ERROR(CheckVerifies(*parts.policy, drafts));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<BatchState> batch,
                           BatchState::Create({static_cast<int>(options.max_sequences),
-                                              static_cast<int>(options.max_context)},
+                                              static_cast<int>(options.max_context), drafts},
                                              parts.device, *parts.model));
   std::unique_ptr<Stream> stream = parts.device->NewStream(Device::StreamKind::kCompute);
   SLUICE_RETURN_IF_ERROR(batch->RecordPrograms(*stream, *parts.model, *parts.policy));

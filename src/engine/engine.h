@@ -24,6 +24,7 @@
 namespace sluice {
 
 class AttentionPolicy;
+class Drafter;
 class FinishRate;
 class Metrics;
 class Model;
@@ -82,6 +83,8 @@ class Engine : public Generator {
     uint32_t chunk_tokens = 512;
     LocalPrefill local_prefill = LocalPrefill::kNever;
     uint64_t seed = 0;
+    // Maximum drafts of a sequence in a step, where there is a drafter.
+    uint32_t draft_tokens = 0;
     absl::Duration transfer_wait = absl::Seconds(60);
     absl::Duration slow_reader_timeout = absl::Seconds(30);
   };
@@ -98,7 +101,10 @@ class Engine : public Generator {
     Readiness* readiness = nullptr;     // null: the engine keeps its own
     FinishRate* finish_rate = nullptr;  // notified of every end, asked for refusals; may be null
     TurnTrace* trace = nullptr;         // notified of every phase; may be null
+    Drafter* drafter = nullptr;         // null: no speculation
   };
+  // Returns INVALID_ARGUMENT if there is a drafter and the policy cannot verify drafts.
+  // REQUIRES: the model's steps have max_sequences * (1 + draft_tokens) rows and logits at least.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const Options& options, const Parts& parts);
 
   // ---- Any thread may call these, and Generator's functions ----

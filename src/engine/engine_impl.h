@@ -1,7 +1,7 @@
 // The engine's implementation class. Its functions are in engine.cc (what any thread may call),
 // turn.cc (the phases of a turn), placement.cc (how sequences enter the batch, leave it and come
-// back) and sequence_life.cc (how a sequence arrives, emits and ends). Functions and members belong
-// to the engine's thread unless they say otherwise.
+// back), speculation.cc (drafts) and sequence_life.cc (how a sequence arrives, emits and ends).
+// Functions and members belong to the engine's thread unless they say otherwise.
 #pragma once
 
 #include <array>
@@ -55,9 +55,16 @@ class EngineImpl : public Engine {
  private:
   // A launched step whose results are not read yet.
   struct Step {
+    // A sequence for which the step chooses tokens: the next one, and one behind each draft.
+    struct Sampled {
+      Sequence* sequence;
+      int first;   // index of its first result
+      int drafts;  // of the sequence's `drafts`, from the first on
+    };
     absl::Time launched;
-    std::vector<Sequence*> sampled;  // in the order of the plan's sampling rows
+    std::vector<Sampled> sampled;    // in the order of the plan's sampling rows
     std::vector<Sequence*> members;  // every sequence that has a row
+    bool drafts = false;             // whether a row is a draft
   };
 
   absl::Status CheckRequest(const Request& request) const;
@@ -91,7 +98,26 @@ class EngineImpl : public Engine {
   void AdmitWaiting(absl::Time now);
   void EndStarved(absl::Time now);
   bool LaunchStep(absl::Time now);
+  // Returns the sequence as the next step's plan sees it.
+  PlannerSequence ViewOf(Sequence& sequence, absl::Time now);
+  // Puts the plan's rows into the step, and counts their tokens in the sequences.
+  void EnterStep(uint64_t number, Step* step);
   void CompleteStep();
+  // Emits the tokens that a completed step chose for a sequence, up to the first that refutes a
+  // draft.
+  void EmitResults(const Step::Sampled& sampled, int buffer, absl::Time now);
+  void CountStep(const Step& step, int buffer, absl::Time now);
+
+  // Speculation (speculation.cc).
+  // Returns whether the next step must wait for the results of those under way.
+  bool MustReadFirst();
+  // Returns how many drafts the sequence may have behind its next token.
+  int MostDrafts(const Sequence& sequence) const;
+  // Asks for drafts of a runnable sequence, for which it makes rows writable, and returns how many
+  // there are.
+  int32_t Draft(Sequence& sequence);
+  // Fills row_tokens_ for the plan.
+  void FillRowTokens();
   void UpdateGauges();
   // Returns the event that the first slot on its way in or out waits for, or null.
   Event* PendingSlotEvent();
@@ -172,6 +198,7 @@ class EngineImpl : public Engine {
   uint64_t next_ticket_ = 1;
   Event* cold_ = nullptr;  // event of a slot that was not warm in the newest plan
   StepPlan plan_;
+  std::vector<int32_t> row_tokens_;  // of plan_, where there is a drafter
   uint64_t launched_steps_ = 0;
   uint64_t completed_steps_ = 0;
   StepTimes times_;

@@ -116,6 +116,10 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
     sequence.seed = seeds_();
     // Reserved so that it grows without allocating.
     sequence.tokens.reserve(static_cast<size_t>(sequence.total()));
+    if (parts_.drafter != nullptr) {
+      sequence.drafter = parts_.drafter->Begin(sequence.total());
+      sequence.drafts.reserve(options_.draft_tokens);
+    }
     absl::MutexLock lock(&submit_mutex_);
     --waiting_count_;
     sequence.queued = now - sequence.ready;

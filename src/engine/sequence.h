@@ -10,6 +10,7 @@
 
 #include "absl/time/time.h"
 #include "src/base/strong_id.h"
+#include "src/engine/drafter.h"
 #include "src/kv/transfer_table.h"
 #include "src/request/request.h"
 #include "src/request/stop_conditions.h"
@@ -58,6 +59,14 @@ struct Sequence {
   // The first tokens of those emitted, as long as every row had attended to everything.
   int64_t exact = 0;
   bool approximate = false;  // a row of an earlier turn did not
+
+  // Speculation; null: the node does not speculate.
+  std::unique_ptr<SequenceDrafter> drafter;
+  // The drafts that a launched step verifies. `cached` and `length` do not count them: they are
+  // what they would be if only the first row of the step were planned.
+  std::vector<int32_t> drafts;
+  int64_t drafted = 0;   // drafts that were verified
+  int64_t accepted = 0;  // those of them that became tokens
 
   // Batch.
   uint64_t ticket = 0;  // order in which sequences became ready, which is the order of admission

@@ -170,6 +170,8 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   info.completion_tokens = static_cast<uint32_t>(sequence.emitted);
   info.cached_tokens = static_cast<uint32_t>(sequence.context_length);
   info.exact_tokens = static_cast<uint32_t>(sequence.exact);
+  info.drafted_tokens = static_cast<uint32_t>(sequence.drafted);
+  info.accepted_tokens = static_cast<uint32_t>(sequence.accepted);
   info.transfer_id = sequence.transfer_id;
   info.queued = sequence.queued;
   info.first_token = sequence.first_token;

@@ -48,7 +48,8 @@ Engine::Next EngineImpl::TakeTurn() {
   EndStarved(now);
   UpdateGauges();
 
-  const bool launched = steps_under_way() < BatchState::kDepth && LaunchStep(now);
+  const bool launched =
+      steps_under_way() < BatchState::kDepth && !MustReadFirst() && LaunchStep(now);
   if (steps_under_way() == BatchState::kDepth || (steps_under_way() > 0 && !launched)) {
     Event& event = batch_->event(BufferOf(completed_steps_ + 1));
     if (!event.Ready()) return {Next::Kind::kEvent, &event, absl::InfiniteFuture()};
@@ -154,39 +155,64 @@ void EngineImpl::CheckTimes(absl::Time now) {
   }
 }
 
+PlannerSequence EngineImpl::ViewOf(Sequence& sequence, absl::Time now) {
+  const bool room = sequence.request.sink->HasRoom(static_cast<size_t>(sequence.in_flight) + 1);
+  const bool work = sequence.cached < sequence.length && sequence.wants_token();
+  if (room) {
+    sequence.parked_since.reset();
+  } else if (work && !sequence.parked_since.has_value()) {
+    sequence.parked_since = now;
+    next_check_ = std::min(next_check_, now + options_.slow_reader_timeout);
+  }
+  EndPromptIfDone(sequence);
+  const bool decodes = sequence.cached >= sequence.prompt_length;
+  bool runnable = room && work && (sequence.prompt_ended || !decodes);
+  // Parked sequences are asked too: by this call a policy gives back what it does not keep in DRAM,
+  // and others may wait for that.
+  if (!parts_.policy->Warm(sequence.slot)) {
+    if (runnable || cold_ == nullptr) cold_ = &parts_.policy->WarmEvent(sequence.slot);
+    runnable = false;
+  }
+  PlannerSequence view;
+  view.slot = sequence.slot;
+  view.prompt_length = sequence.prompt_length;
+  view.cached = sequence.cached;
+  view.length = sequence.length;
+  view.wants_token = sequence.wants_token();
+  view.rehearsed = sequence.rehearsed;
+  view.rehearses = sequence.rehearsed < parts_.policy->rehearsals() &&
+                   sequence.cached + 1 > parts_.policy->exact_tokens();
+  view.runnable = runnable && GrowOrPreempt(sequence);
+  if (view.runnable && !view.rehearses) view.drafts = Draft(sequence);
+  return view;
+}
+
+void EngineImpl::EnterStep(uint64_t number, Step* step) {
+  int results = 0;
+  step->sampled.clear();
+  step->members.clear();
+  step->drafts = false;
+  for (const PlanRow& row : plan_.rows) {
+    Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
+    sequence.cached += row.rehearsal ? 0 : row.count - row.drafts;
+    sequence.rehearsed += row.rehearsal ? 1 : 0;
+    sequence.last_step = number;
+    ++sequence.in_flight;
+    step->members.push_back(&sequence);
+    if (!row.sample) continue;
+    ++sequence.length;
+    step->sampled.push_back({&sequence, results, row.drafts});
+    step->drafts = step->drafts || row.drafts > 0;
+    results += 1 + row.drafts;
+  }
+}
+
 bool EngineImpl::LaunchStep(absl::Time now) {
   planner_view_.clear();
   cold_ = nullptr;
   for (Sequence* sequence : running_) {
     if (sequence->state == Sequence::State::kPreempting) continue;  // preempted a moment ago
-    const bool room = sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1);
-    const bool work = sequence->cached < sequence->length && sequence->wants_token();
-    if (room) {
-      sequence->parked_since.reset();
-    } else if (work && !sequence->parked_since.has_value()) {
-      sequence->parked_since = now;
-      next_check_ = std::min(next_check_, now + options_.slow_reader_timeout);
-    }
-    EndPromptIfDone(*sequence);
-    const bool decodes = sequence->cached >= sequence->prompt_length;
-    bool runnable = room && work && (sequence->prompt_ended || !decodes);
-    // Parked sequences are asked too: by this call a policy gives back what it does not keep in
-    // DRAM, and others may wait for that.
-    if (!parts_.policy->Warm(sequence->slot)) {
-      if (runnable || cold_ == nullptr) cold_ = &parts_.policy->WarmEvent(sequence->slot);
-      runnable = false;
-    }
-    PlannerSequence view;
-    view.slot = sequence->slot;
-    view.prompt_length = sequence->prompt_length;
-    view.cached = sequence->cached;
-    view.length = sequence->length;
-    view.wants_token = sequence->wants_token();
-    view.rehearsed = sequence->rehearsed;
-    view.rehearses = sequence->rehearsed < parts_.policy->rehearsals() &&
-                     sequence->cached + 1 > parts_.policy->exact_tokens();
-    view.runnable = runnable && GrowOrPreempt(*sequence);
-    planner_view_.push_back(view);
+    planner_view_.push_back(ViewOf(*sequence, now));
   }
   if (!preempting_.empty()) {
     std::erase_if(running_,
@@ -201,26 +227,12 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   const int buffer = BufferOf(number);
   Step& step = steps_[static_cast<size_t>(buffer)];
   step.launched = now;
-  step.sampled.clear();
-  step.members.clear();
   batch_->Begin(*stream_, buffer);
-  int64_t rehearsed = 0;
-  for (const PlanRow& row : plan_.rows) {
-    Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
-    sequence.cached += row.rehearsal ? 0 : row.count;
-    sequence.rehearsed += row.rehearsal ? 1 : 0;
-    rehearsed += row.rehearsal ? 1 : 0;
-    sequence.last_step = number;
-    ++sequence.in_flight;
-    step.members.push_back(&sequence);
-    if (row.sample) {
-      ++sequence.length;
-      step.sampled.push_back(&sequence);
-    }
-  }
+  FillRowTokens();
+  EnterStep(number, &step);
   const absl::Time planned = parts_.clock->Now();
   SLUICE_FAILPOINT_PAUSE(kEngineStep);
-  batch_->Launch(*stream_, buffer, plan_, *parts_.model, *parts_.policy);
+  batch_->Launch(*stream_, buffer, plan_, *parts_.model, *parts_.policy, row_tokens_);
   const absl::Duration launch = parts_.clock->Now() - planned;
   times_.plan += planned - now;
   times_.launch += launch;
@@ -231,10 +243,51 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   parts_.metrics->step_sequences.Observe(static_cast<double>(plan_.rows.size()));
   parts_.metrics->step_seconds(StepPhase::kPlan).Observe(planned - now);
   parts_.metrics->step_seconds(StepPhase::kLaunch).Observe(launch);
+  const auto rehearsed = std::count_if(plan_.rows.begin(), plan_.rows.end(),
+                                       [](const PlanRow& row) { return row.rehearsal; });
   if (rehearsed > 0) parts_.metrics->rehearsed_rows.Add(static_cast<double>(rehearsed));
   const int64_t pending = plan_.row_count - static_cast<int64_t>(plan_.sample_count) - rehearsed;
   if (pending > 0) parts_.metrics->tokens(TokenKind::kPrompt).Add(static_cast<double>(pending));
   return true;
+}
+
+void EngineImpl::EmitResults(const Step::Sampled& sampled, int buffer, absl::Time now) {
+  Sequence& sequence = *sampled.sequence;
+  // The sequence stopped a step ago: this token is surplus, and its KV goes with the sequence's
+  // pages.
+  if (sequence.state == Sequence::State::kFinished) return;
+  if (absl::Status health = parts_.policy->SlotHealth(sequence.slot); !health.ok()) {
+    FinishWith(sequence, std::move(health), now);
+    return;
+  }
+  sequence.drafted += sampled.drafts;
+  if (sampled.drafts > 0) parts_.metrics->Drafted(sampled.drafts);
+  for (int i = 0;; ++i) {
+    const OutputToken token =
+        batch_->Result(buffer, sampled.first + i, sequence.request.sampling.logprobs);
+    if (token.id < 0) {
+      FinishWith(
+          sequence,
+          WithReason(absl::InternalError("the model's logits are not finite"), reasons::kBadLogits),
+          now);
+      return;
+    }
+    // The row attended to the tokens so far, by its policy's means unless it was one of the prompt.
+    const auto attended = std::ssize(sequence.tokens);
+    const bool exact = !sequence.approximate &&
+                       attended <= std::max(sequence.prompt_length, parts_.policy->exact_tokens());
+    parts_.metrics->decoded_tokens(exact).Add();
+    // If the next row's draft is this token, that row is as good as one that was planned after it.
+    // It counts before the token is emitted, since the token may be the sequence's last.
+    const bool accepted = i < sampled.drafts && sequence.drafts[static_cast<size_t>(i)] == token.id;
+    if (accepted) {
+      ++sequence.accepted;
+      parts_.metrics->AcceptedDraft(i);
+    }
+    if (!Emit(sequence, token, exact, now) || !accepted) return;
+    ++sequence.cached;
+    ++sequence.length;
+  }
 }
 
 void EngineImpl::CompleteStep() {
@@ -242,31 +295,11 @@ void EngineImpl::CompleteStep() {
   const Step& step = steps_[static_cast<size_t>(buffer)];
   const absl::Time now = parts_.clock->Now();
   for (Sequence* sequence : step.members) --sequence->in_flight;
-  for (size_t i = 0; i < step.sampled.size(); ++i) {
-    Sequence& sequence = *step.sampled[i];
-    // The sequence stopped a step ago: this token is surplus, and its KV goes with the sequence's
-    // pages.
-    if (sequence.state == Sequence::State::kFinished) continue;
-    if (absl::Status health = parts_.policy->SlotHealth(sequence.slot); !health.ok()) {
-      FinishWith(sequence, std::move(health), now);
-      continue;
-    }
-    const OutputToken token =
-        batch_->Result(buffer, static_cast<int>(i), sequence.request.sampling.logprobs);
-    if (token.id < 0) {
-      FinishWith(
-          sequence,
-          WithReason(absl::InternalError("the model's logits are not finite"), reasons::kBadLogits),
-          now);
-      continue;
-    }
-    // The row attended to the tokens so far, by its policy's means unless it was one of the prompt.
-    const auto attended = std::ssize(sequence.tokens);
-    const bool exact = !sequence.approximate &&
-                       attended <= std::max(sequence.prompt_length, parts_.policy->exact_tokens());
-    parts_.metrics->decoded_tokens(exact).Add();
-    Emit(sequence, token, exact, now);
-  }
+  for (const Step::Sampled& sampled : step.sampled) EmitResults(sampled, buffer, now);
+  CountStep(step, buffer, now);
+}
+
+void EngineImpl::CountStep(const Step& step, int buffer, absl::Time now) {
   const absl::Time end = parts_.clock->Now();
   // The step was launched while the step before still ran.
   const absl::Time began = std::max(step.launched, last_completed_);

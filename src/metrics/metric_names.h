@@ -209,6 +209,17 @@ inline constexpr Metric kProcessMaxFds{"process_max_fds", Type::kGauge,
 inline constexpr Metric kProcessStart{"process_start_time_seconds", Type::kGauge,
                                       "Start of the process, in seconds since 1970", ""};
 
+// Speculative decoding, under the names that vLLM's counters have at its endpoint.
+inline constexpr Metric kVllmDrafts{"vllm:spec_decode_num_drafts_total", Type::kCounter,
+                                    "Times that a step verified drafts of a sequence", ""};
+inline constexpr Metric kVllmDraftTokens{"vllm:spec_decode_num_draft_tokens_total", Type::kCounter,
+                                         "Drafts that steps verified", ""};
+inline constexpr Metric kVllmAcceptedTokens{"vllm:spec_decode_num_accepted_tokens_total",
+                                            Type::kCounter, "Drafts that became output tokens", ""};
+inline constexpr Metric kVllmAcceptedPerPosition{
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total", Type::kCounter,
+    "Drafts that became output tokens, by their place among those of one step, from 0", "position"};
+
 // Gauges that routers read, under the names that they know from vLLM.
 inline constexpr Metric kVllmRunning{"vllm:num_requests_running", Type::kGauge,
                                      "Sequences in the running batch", ""};
@@ -277,6 +288,10 @@ inline constexpr const Metric* kAll[] = {
     &kVllmRunning,
     &kVllmWaiting,
     &kVllmKvUsage,
+    &kVllmDrafts,
+    &kVllmDraftTokens,
+    &kVllmAcceptedTokens,
+    &kVllmAcceptedPerPosition,
 };
 
 }  // namespace sluice::metric_names

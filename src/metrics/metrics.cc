@@ -208,11 +208,16 @@ Metrics::Metrics()
             return registry_->MakeGauge(names::kScheduleLayers, {{"schedule", name}});
           })),
       schedule_changes_(registry_->MakeCounter(names::kScheduleChanges)),
+      drafts_(registry_->MakeCounter(names::kVllmDrafts)),
+      draft_tokens_(registry_->MakeCounter(names::kVllmDraftTokens)),
+      accepted_tokens_(registry_->MakeCounter(names::kVllmAcceptedTokens)),
       connections_(registry_->MakeGauge(names::kConnections)),
       connections_refused_(Registry::ForEach<Counter>(kRefusalNames, [&](const char* name) {
         return registry_->MakeCounter(names::kConnectionsRefused, {{"reason", name}});
       })) {
-  SetSelection({.layers = {{}}});  // so that their names are there whatever the policy
+  // These make names be there whatever the policy, and without speculation.
+  SetSelection({.layers = {{}}});
+  SetDraftTokens(1);
 }
 
 Metrics::~Metrics() = default;
@@ -289,6 +294,23 @@ void Metrics::SetSelection(const SelectionTotals& totals) const {
   Raise(selecting_rows_, totals.rows, counted.rows);
   Raise(link_bytes_, totals.link_bytes, counted.link_bytes);
   resident_places_.Set(totals.places);
+}
+
+void Metrics::SetDraftTokens(int tokens) {
+  while (std::ssize(accepted_at_) < tokens) {
+    accepted_at_.push_back(registry_->MakeCounter(
+        names::kVllmAcceptedPerPosition, {{"position", std::to_string(accepted_at_.size())}}));
+  }
+}
+
+void Metrics::Drafted(int tokens) const {
+  drafts_.Add();
+  draft_tokens_.Add(tokens);
+}
+
+void Metrics::AcceptedDraft(int position) const {
+  accepted_tokens_.Add();
+  accepted_at_[static_cast<size_t>(position)].Add();
 }
 
 void Metrics::SetBuildInfo(const BuildInfo& info) {

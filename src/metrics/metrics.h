@@ -165,6 +165,15 @@ class Metrics {
   // Brings the instruments of connections up to these totals.
   void SetConnections(const ConnectionTotals& totals) const;
 
+  // Makes the counters of accepted drafts for `tokens` drafts of a sequence in a step. Call it
+  // once, before AcceptedDraft.
+  void SetDraftTokens(int tokens);
+  // Counts that a step verified `tokens` drafts of a sequence.
+  void Drafted(int tokens) const;
+  // Counts that the draft at `position`, from 0, became a token. REQUIRES: position is below
+  // SetDraftTokens's tokens.
+  void AcceptedDraft(int position) const;
+
   // Sets the labels of sluice_build_info. Call it once, when it is known what runs.
   void SetBuildInfo(const BuildInfo& info);
 
@@ -223,6 +232,10 @@ class Metrics {
   const std::array<Counter, 3> worker_failures_;
   const std::array<Gauge, 3> schedule_layers_;
   const Counter schedule_changes_;
+  const Counter drafts_;
+  const Counter draft_tokens_;
+  const Counter accepted_tokens_;
+  std::vector<Counter> accepted_at_;  // by position
   const Gauge connections_;
   const std::array<Counter, 3> connections_refused_;
 };

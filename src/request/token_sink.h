@@ -30,6 +30,8 @@ struct FinishInfo {
   // Output tokens, from the first on, that were computed with attention to every token before them;
   // 0 if an earlier turn was approximate.
   uint32_t exact_tokens = 0;
+  uint32_t drafted_tokens = 0;   // drafts that steps verified (src/engine/drafter.h)
+  uint32_t accepted_tokens = 0;  // those of them that became output tokens
   std::string transfer_id;     // empty if nothing was handed over
   std::string sequence_id;     // the kept sequence; empty if it is not kept
   SourceRef source;            // where its prompt is held; empty if it is not

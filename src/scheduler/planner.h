@@ -32,6 +32,10 @@ struct PlannerSequence {
   // True: its first decode row, if that comes next, is rehearsed. The row is planned alone, chooses
   // no token, and its token stays pending.
   bool rehearses = false;
+  // Drafts of the tokens that follow `length`, which its one pending decode row brings along as
+  // rows to be verified (src/engine/drafter.h). REQUIRES: 0 unless it decodes, has one pending
+  // token and wants one.
+  int32_t drafts = 0;
 };
 
 // Tokens [first_position, first_position + count) of one sequence, all of one kind.
@@ -43,13 +47,15 @@ struct PlanRow {
   // The decode rows that the sequence had before the first of these; 0 for rows of a prompt.
   int32_t decoded = 0;
   bool rehearsal = false;  // the token stays pending
+  // The last of the tokens, up to here, are drafts. They and the token before them each choose one.
+  int32_t drafts = 0;
 };
 
 struct StepPlan {
   std::vector<PlanRow> rows;  // decode rows come first
   int32_t row_count = 0;      // sum of counts
   int32_t decode_rows = 0;    // number of decode rows among them
-  int32_t sample_count = 0;   // rows that sample
+  int32_t sample_count = 0;   // tokens that choose one
 };
 
 struct PlannerLimits {
@@ -61,8 +67,8 @@ struct PlannerLimits {
 // Plans a step. Every runnable sequence with one pending token gets its row; the rest of the step
 // goes, up to chunk_tokens, to sequences with more, in the order given (first come, first served).
 // Tokens pending past the prompt wait until the prompt has its rows: a step gives a sequence rows
-// of one kind. `plan` is overwritten; its memory is used again. REQUIRES: sequences.size() <=
-// max_rows.
+// of one kind. Drafts come before rows of prompts, where max_rows and decode_rows leave room.
+// `plan` is overwritten; its memory is used again. REQUIRES: sequences.size() <= max_rows.
 void PlanStep(const PlannerLimits& limits, absl::Span<const PlannerSequence> sequences,
               StepPlan* plan);
 

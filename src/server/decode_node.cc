@@ -22,6 +22,7 @@
 #include "src/server/model_setup.h"
 #include "src/server/plan.h"
 #include "src/server/program.h"
+#include "src/server/speculation.h"
 #include "src/service/access/credentials.h"
 #include "src/service/admin/admin_service.h"
 #include "src/service/generate/decode_service.h"
@@ -57,10 +58,9 @@ void DecodeNode::OnSecurity() {
 }
 
 absl::Status DecodeNode::LoadModelAndMemory() {
-  // A step holds one row for every sequence and, beside them, a chunk of pending prompts.
-  const auto sequences = static_cast<int>(config_.max_sequences());
-  SLUICE_RETURN_IF_ERROR(
-      LoadModel(sequences + static_cast<int>(config_.chunk_tokens()), sequences));
+  SLUICE_RETURN_IF_ERROR(CheckSpeculation(config_));
+  const StepRows step = StepRowsOf(config_);
+  SLUICE_RETURN_IF_ERROR(LoadModel(step.rows, step.logits));
   SLUICE_ASSIGN_OR_RETURN(token_bytes_, LoadTokenBytes(config_));
   if (config_.policy() == kAutoPolicy) SLUICE_RETURN_IF_ERROR(ChooseAutoPolicy());
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
@@ -172,11 +172,18 @@ absl::Status DecodeNode::StartEngine() {
   parts.clock = RealClock();
   parts.readiness = &readiness_;
   parts.finish_rate = &finish_rate_;
+  drafter_ = NewDrafter(config_);
+  parts.drafter = drafter_.get();
+  options.draft_tokens = static_cast<uint32_t>(DraftTokensOf(config_));
   if (config_.trace_steps() > 0) {
     recorder_ = std::make_unique<StepRecorder>(config_.trace_steps());
     parts.trace = recorder_.get();
   }
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
+  if (drafter_ != nullptr) {
+    Log(LogLevel::kInfo, "speculation ready",
+        {{"drafter", drafter_->name()}, {"draft_tokens", options.draft_tokens}});
+  }
   engine_thread_ = std::make_unique<EngineThread>(engine_.get());
   DrainControl::Options drain;
   drain.timeout = absl::Seconds(config_.drain_timeout_seconds());

@@ -12,6 +12,7 @@
 #include "src/attention/attention_policy.h"
 #include "src/base/clock.h"
 #include "src/config/setting.h"
+#include "src/engine/drafter.h"
 #include "src/engine/engine.h"
 #include "src/engine/step_recorder.h"
 #include "src/facade/decode_load.h"
@@ -67,6 +68,7 @@ class DecodeNode : public Node {
   std::unique_ptr<Channels> channels_;
   std::unique_ptr<Puller> puller_;
   std::unique_ptr<StepRecorder> recorder_;  // null: trace_steps is 0
+  std::unique_ptr<Drafter> drafter_;        // null: the node does not speculate
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;

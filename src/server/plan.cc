@@ -17,6 +17,7 @@
 #include "src/server/model_setup.h"
 #include "src/server/plan_text.h"
 #include "src/server/planning_device.h"
+#include "src/server/speculation.h"
 
 namespace sluice {
 namespace {
@@ -115,6 +116,7 @@ PlanInput InputOf(const Config& config, const Model& model) {
   in.layout = model.cache_layout();
   in.max_context = model.max_context();
   in.max_sequences = config.max_sequences();
+  in.draft_tokens = DraftTokensOf(config);
   in.weight_bytes = model.weight_bytes();
   in.workspace_bytes = model.workspace_bytes();
   in.policy = config.policy();
@@ -137,7 +139,8 @@ std::string PlacementOf(const Device& device, int workers) {
 absl::Status AddBatch(const Model& model, PlanningDevice* device, PlanInput* in) {
   const int64_t hbm = device->asked(MemoryKind::kDevice), dram = device->asked(MemoryKind::kPinned);
   SLUICE_RETURN_IF_ERROR(
-      BatchState::Create({static_cast<int>(in->max_sequences), static_cast<int>(in->max_context)},
+      BatchState::Create({static_cast<int>(in->max_sequences), static_cast<int>(in->max_context),
+                          static_cast<int>(in->draft_tokens)},
                          device, model)
           .status());
   in->batch_bytes = device->asked(MemoryKind::kDevice) - hbm;
@@ -202,13 +205,14 @@ absl::StatusOr<PlanInput::Policy> PlanConfiguredPolicy(const Config& config, con
 }
 
 absl::StatusOr<PlanInput> PlanOf(const Config& given) {
+  SLUICE_RETURN_IF_ERROR(CheckSpeculation(given));
   Config config = given;
   std::string why;
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> real, NewDevice(config, &why));
   const std::unique_ptr<PlanningDevice> device = NewPlanningDevice(real.get());
-  const auto sequences = static_cast<int>(config.max_sequences());
-  const auto rows = sequences + static_cast<int>(config.chunk_tokens());
-  SLUICE_ASSIGN_OR_RETURN(Model::Options model_options, ModelOptionsOf(config, rows, sequences));
+  const StepRows step = StepRowsOf(config);
+  SLUICE_ASSIGN_OR_RETURN(Model::Options model_options,
+                          ModelOptionsOf(config, step.rows, step.logits));
   model_options.weights = [](const ModelConfig& shape) { return WeightShapes(shape); };
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model,
                           Model::Load(model_options, device.get()));
@@ -223,7 +227,7 @@ absl::StatusOr<PlanInput> PlanOf(const Config& given) {
   }
   PlanInput in = InputOf(config, *model);
   in.auto_text = std::move(auto_text);
-  in.max_rows = rows;
+  in.max_rows = step.rows;
   in.device = real->Memory();
   in.device_name = real->name();
   in.device_why = why;

@@ -25,7 +25,8 @@ struct PlanInput {
   int64_t dram_bytes = 0;
   int64_t max_context = 0;
   int64_t max_sequences = 0;
-  int64_t max_rows = 0;  // maximum rows in a step
+  int64_t draft_tokens = 0;  // maximum drafts of a sequence in a step
+  int64_t max_rows = 0;      // maximum rows in a step
   // Bytes that the device is asked for beside the KV caches.
   int64_t weight_bytes = 0;
   int64_t workspace_bytes = 0;

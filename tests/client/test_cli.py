@@ -20,7 +20,7 @@ from terminal import heeding_ctrl_c
 
 SLUICE = Path(__file__).resolve().parents[2] / "tools" / "sluice"
 KEYS = ["prompt_ids", "output_ids", "output_text", "logprobs", "top_logprobs", "finish_reason",
-        "exact_tokens", "ttft_seconds", "itl_seconds"]
+        "exact_tokens", "drafted_tokens", "accepted_tokens", "ttft_seconds", "itl_seconds"]
 
 
 def test_json_has_the_keys_that_scripts_read(sluice, node):
@@ -49,6 +49,17 @@ def test_generate_says_from_where_on_a_policy_approximated(sluice, node, exact):
     out = sluice("generate", "--decode", node.address, "--prompt-ids", "1,2,3")
     assert out.returncode == 0, out.stderr
     assert (f"exact for the first {exact}" in out.stderr) == (exact < 3)
+
+
+def test_generate_says_how_many_drafts_were_accepted(sluice, node):
+    out = sluice("generate", "--decode", node.address, "--prompt-ids", "1,2,3")
+    assert "drafts" not in out.stderr
+    node.finish.usage.drafted_tokens, node.finish.usage.accepted_tokens = 6, 2
+    out = sluice("generate", "--decode", node.address, "--prompt-ids", "1,2,3")
+    assert "2 of 6 drafts accepted" in out.stderr
+    out = sluice("generate", "--decode", node.address, "--prompt-ids", "1,2,3", "--json")
+    got = json.loads(out.stdout)
+    assert (got["drafted_tokens"], got["accepted_tokens"]) == (6, 2)
 
 
 def test_prefill_gets_the_decode_address_and_generate_the_transfer(sluice, node):

@@ -68,7 +68,8 @@ class SampleFixture {
                             top_logprobs.data(),
                             scratch.data(),
                             rows,
-                            vocab};
+                            vocab,
+                            stores.empty() ? nullptr : stores.data()};
     RunWorkers(path.sample, p, kWorkers);
     for (const std::string& damage :
          {copy.Damage(), scratch.Damage(), tokens.Damage(), out_tokens.Damage(),
@@ -88,6 +89,7 @@ class SampleFixture {
   Guarded<float> out_logprobs;
   Guarded<int32_t> top_ids;
   Guarded<float> top_logprobs;
+  std::vector<int32_t> stores;  // empty: every row stores its choice
 };
 
 // Returns the distribution that row r must be drawn from: one probability per token.

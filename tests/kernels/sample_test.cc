@@ -114,6 +114,22 @@ void TestMinTokens(const KernelTable& path, Random& random) {
 }
 SLUICE_SAMPLE_TEST("stop ids are out of reach until min_tokens are made", TestMinTokens)
 
+void TestStores(const KernelTable& path, Random& random) {
+  SampleFixture f(3, 100);
+  Randomise(f, random, 1.0f);
+  f.Run(path);
+  const std::vector<int32_t> want(f.out_tokens.data(), f.out_tokens.data() + 3);
+  f.stores = {0, 1, 0};
+  for (int32_t r = 0; r < 3; ++r) f.token(r, f.positions[static_cast<size_t>(r)] + 1) = -7;
+  f.Run(path);
+  for (int32_t r = 0; r < 3; ++r) {
+    const auto i = static_cast<size_t>(r);
+    CHECK(f.out_tokens[i] == want[i]);
+    CHECK(f.token(r, f.positions[i] + 1) == (r == 1 ? want[i] : -7));
+  }
+}
+SLUICE_SAMPLE_TEST("a choice that is not stored changes no history", TestStores)
+
 void TestTies(const KernelTable& path, Random& random) {
   constexpr int32_t kVocab = 4000;
   SampleFixture f(3, kVocab);

@@ -234,6 +234,7 @@ void Caller::Ended(const FinishInfo& info) {
     Fail(absl::StrCat("the end counts ", info.completion_tokens, " tokens, ", emitted_, " came"));
   }
   CheckExact(info);
+  CheckDrafts(info);
   if (info.reason == FinishInfo::Reason::kError) return CheckError(info);
   const bool all = emitted_ == request_.expected.tokens.size();
   if (info.reason == FinishInfo::Reason::kStop) {
@@ -269,6 +270,18 @@ void Caller::CheckExact(const FinishInfo& info) {
   if (info.exact_tokens > given && info.exact_tokens < emitted_) {
     world_->Note(Situation::kOutgrewItsBudget);
   }
+}
+
+void Caller::CheckDrafts(const FinishInfo& info) {
+  const uint32_t most = world_->scenario().node.engine.draft_tokens;
+  // Every step with drafts gives one token more than it accepts drafts, except one with bad logits.
+  if (info.accepted_tokens > info.drafted_tokens || info.accepted_tokens > emitted_ ||
+      info.drafted_tokens > uint64_t{most} * (emitted_ + 1)) {
+    Fail(absl::StrCat("the end counts ", info.drafted_tokens, " drafts and ", info.accepted_tokens,
+                      " accepted ones for ", emitted_, " tokens"));
+  }
+  if (info.accepted_tokens > 0) world_->Note(Situation::kDraftAccepted);
+  if (info.accepted_tokens < info.drafted_tokens) world_->Note(Situation::kDraftRefuted);
 }
 
 void Caller::CheckError(const FinishInfo& info) {

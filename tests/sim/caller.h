@@ -56,6 +56,7 @@ class Caller {
   void CheckError(const FinishInfo& info);
   // Checks from which token on the policy approximated, and that it did not before.
   void CheckExact(const FinishInfo& info);
+  void CheckDrafts(const FinishInfo& info);
   // The reader's side of the stream.
   void ReadAfter(absl::Duration delay);
   void Read();

@@ -4,8 +4,10 @@
 
 #include "src/attention/policy_factory.h"
 #include "src/base/status_macros.h"
+#include "src/engine/ngram_drafter.h"
 #include "src/model/policy_model.h"
 #include "tests/sim/hash.h"
+#include "tests/support/guessing_drafter.h"
 
 namespace sluice::sim {
 namespace {
@@ -22,6 +24,15 @@ absl::StatusOr<std::unique_ptr<PagePool>> MakePool(const char* name, int64_t pag
   return PagePool::Create(name, shape, std::move(arena), overcommit);
 }
 
+std::unique_ptr<Drafter> DrafterOf(const NodeSpec& spec) {
+  if (spec.ngram) return NewNgramDrafter();
+  testing::GuessingDrafter::Options guess;
+  guess.seed = spec.engine.seed;
+  guess.vocab = kVocab;
+  guess.known = spec.known;
+  return std::make_unique<testing::GuessingDrafter>(std::move(guess));
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Node>> Node::Create(const NodeSpec& spec, SimClock* clock) {
@@ -33,12 +44,13 @@ absl::StatusOr<std::unique_ptr<Node>> Node::Create(const NodeSpec& spec, SimCloc
 absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   device_ = NewSimDevice(spec.device, clock);
   const auto slots = static_cast<int>(spec.engine.max_sequences);
+  const int samples = slots * (1 + static_cast<int>(spec.engine.draft_tokens));
   const auto max_context = static_cast<int>(spec.engine.max_context);
   HashModelOptions model;
   model.max_context = max_context;
   model.block_tokens = spec.block_tokens;
-  model.max_rows = static_cast<int>(spec.engine.chunk_tokens) + slots;
-  model.max_logits = slots;
+  model.max_rows = static_cast<int>(spec.engine.chunk_tokens) + samples;
+  model.max_logits = samples;
   model.top_k = spec.top_k;
   SLUICE_ASSIGN_OR_RETURN(model_, NewHashModel(model, device_.get()));
   PolicyOptions policy = spec.policy;
@@ -77,6 +89,8 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   parts.metrics = &metrics_;
   parts.clock = clock;
   parts.finish_rate = finish_rate_.get();
+  if (spec.engine.draft_tokens > 0) drafter_ = DrafterOf(spec);
+  parts.drafter = drafter_.get();
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(spec.engine, parts));
   return absl::OkStatus();
 }

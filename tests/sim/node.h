@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
+#include "src/engine/drafter.h"
 #include "src/engine/engine.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
@@ -29,6 +30,7 @@ class Node {
   PagePool& dram() { return *dram_; }
   TransferTable& transfers() { return *transfers_; }
   Engine& engine() { return *engine_; }
+  const Metrics& metrics() const { return metrics_; }
 
  private:
   Node() = default;
@@ -41,6 +43,7 @@ class Node {
   std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<FinishRate> finish_rate_;
   std::unique_ptr<TransferTable> transfers_;
+  std::unique_ptr<Drafter> drafter_;  // null: the node does not speculate
   std::unique_ptr<Engine> engine_;
 };
 

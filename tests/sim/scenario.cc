@@ -134,6 +134,17 @@ void DrawBeyondPaper(int64_t longest, NodeSpec* node) {
   }
 }
 
+// Draws whether the node speculates, where its policy verifies drafts. These draws are separate, so
+// that a seed stays the same otherwise.
+void DrawSpeculation(NodeSpec* node) {
+  if (node->policy.name != "full") return;
+  SplitMix64 random(node->engine.seed + 1);
+  if (OneIn(random, 3)) return;
+  node->engine.draft_tokens =
+      static_cast<uint32_t>(OneIn(random, 6) ? kernels::kMaxNewTokens - 1 : Between(random, 1, 4));
+  node->ngram = OneIn(random, 3);
+}
+
 // Draws a node. `wanted` is its policy; empty: any.
 NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
   NodeSpec node;
@@ -189,6 +200,7 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
       Measure(&node);
     }
   }
+  DrawSpeculation(&node);
   return node;
 }
 
@@ -323,6 +335,9 @@ Scenario DrawScenario(uint64_t seed, Plant plant, const std::string& policy) {
   if (scenario.node.policy.name == "fluxion") requests = std::min(requests, kMostFluxionRequests);
   for (int i = 0; i < requests; ++i) {
     scenario.requests.push_back(DrawRequest(random, scenario.node, i));
+    const RequestSpec& request = scenario.requests.back();
+    std::vector<int32_t>& known = scenario.node.known.emplace_back(request.prompt);
+    for (const OutputToken& token : request.expected.tokens) known.push_back(token.id);
   }
   if (OneIn(random, 6)) scenario.leaps_at.push_back(DrawDuration(random, 2 * kArrivals));
   if (OneIn(random, 4)) {

@@ -66,6 +66,10 @@ const char* Name(Situation situation) {
       return "part of what is outside HBM read by fluxion";
     case Situation::kTwoStepsInFlight:
       return "two steps in flight";
+    case Situation::kDraftAccepted:
+      return "draft accepted";
+    case Situation::kDraftRefuted:
+      return "draft refuted";
     case Situation::kParked:
       return "parked for its reader";
     case Situation::kReadAgainAfterParking:

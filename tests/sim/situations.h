@@ -41,6 +41,8 @@ enum class Situation {
   kOutgrewItsBudget,
   kReadOutsideHbm,
   kTwoStepsInFlight,
+  kDraftAccepted,
+  kDraftRefuted,
   kParked,
   kReadAgainAfterParking,
   kEndedByStop,

@@ -31,8 +31,8 @@ Node::Node(const NodeOptions& o) {
   model.kv_dtype = o.kv_dtype;
   model.block_tokens = o.block_tokens;
   model.max_context = o.max_context;
-  model.max_rows = o.chunk_tokens + o.max_sequences;
-  model.max_logits = o.max_sequences;
+  model.max_logits = o.max_sequences * (1 + o.draft_tokens);
+  model.max_rows = o.chunk_tokens + model.max_logits;
   model_ = OrFail(Model::Load(model, device_.get()));
   PolicyOptions policy = o.policy;
   DescribeModel(*model_, &policy);
@@ -80,6 +80,8 @@ Node::Node(const NodeOptions& o) {
   parts.policy = watch_ != nullptr ? watch_.get() : policy_.get();
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
+  parts.drafter = o.drafter;
+  engine.draft_tokens = static_cast<uint32_t>(o.draft_tokens);
   parts.clock = o.clock;
   parts.metrics = &metrics_;
   engine_ = OrFail(Engine::Create(engine, parts));

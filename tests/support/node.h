@@ -12,6 +12,7 @@
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_options.h"
 #include "src/device/device.h"
+#include "src/engine/drafter.h"
 #include "src/engine/engine.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
@@ -46,6 +47,10 @@ struct NodeOptions {
   absl::Duration transfer_wait = absl::Seconds(60);
   absl::Duration slow_reader_timeout = absl::Seconds(30);
   uint32_t max_waiting = 1024;
+  // What drafts up to draft_tokens tokens of a sequence in a step, and outlives the node; null:
+  // nothing does.
+  Drafter* drafter = nullptr;
+  int draft_tokens = 0;
   Clock* clock = RealClock();
 };
 

@@ -14,8 +14,9 @@ EPILOGS = {
 Without a prefill node the decode node computes the prompt itself, if it was started with --local-prefill always.
 --json prints one object: prompt_ids, output_ids, output_text (null without --tokenizer), logprobs and
 top_logprobs (null without --logprobs), finish_reason ("stop" or "length"), exact_tokens (how many output tokens, from
-the first on, were computed with attention to everything), ttft_seconds (from sending the request to the first token)
-and itl_seconds (the gaps between tokens).
+the first on, were computed with attention to everything), drafted_tokens and accepted_tokens (drafts that the node
+verified, and those that became output tokens), ttft_seconds (from sending the request to the first token) and
+itl_seconds (the gaps between tokens).
 Exit status: 0, 1 for an error, 2 for a wrong command line.
 """ + NODES,
     "chat": """example:

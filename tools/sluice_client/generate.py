@@ -64,6 +64,9 @@ class Result:
     cached_tokens: int = 0
     # Output tokens, from the first on, that were computed with attention to every token before them.
     exact_tokens: int = 0
+    # Drafts of tokens that the node verified, and those of them that became output tokens.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     # Id of the sequence that the node keeps for another turn; empty if it keeps none.
     sequence_id: str = ""
     # Time from sending the request (to the prefill node, if there is one) to the first token.
@@ -155,6 +158,8 @@ def _finish(result: Result, finish: decode_pb2.Finish) -> None:
         result.stop_string = finish.stop_string
     result.cached_tokens = finish.usage.cached_tokens
     result.exact_tokens = finish.usage.exact_tokens
+    result.drafted_tokens = finish.usage.drafted_tokens
+    result.accepted_tokens = finish.usage.accepted_tokens
     result.sequence_id = finish.sequence_id
 
 
@@ -209,6 +214,8 @@ def as_json(result: Result, output_text: str | None) -> str:
         "top_logprobs": result.top_logprobs,
         "finish_reason": result.finish_reason,
         "exact_tokens": result.exact_tokens,
+        "drafted_tokens": result.drafted_tokens,
+        "accepted_tokens": result.accepted_tokens,
         "ttft_seconds": result.ttft_seconds,
         "itl_seconds": result.itl_seconds,
         **kept,
@@ -228,6 +235,8 @@ def summary(result: Result) -> str:
         line += f", then {len(result.itl_seconds) / seconds:.1f} tokens/s"
     if result.exact_tokens < len(result.output_ids):
         line += f", exact for the first {result.exact_tokens}"
+    if result.drafted_tokens > 0:
+        line += f", {result.accepted_tokens} of {result.drafted_tokens} drafts accepted"
     return f"{line} ({result.finish_reason})"
 
 

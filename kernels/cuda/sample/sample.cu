@@ -251,7 +251,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kSample
   }
   if (cluster.rank() == 0 && threadIdx.x == 0) {
     p.out_tokens[row] = token;
-    p.tokens[slot * p.token_stride + position + 1] = token;
+    if (Stores(p, row)) p.tokens[slot * p.token_stride + position + 1] = token;
   }
 }
 

@@ -425,6 +425,8 @@ v1::Finish ToProto(const FinishInfo& info) {
   out.mutable_usage()->set_completion_tokens(info.completion_tokens);
   out.mutable_usage()->set_cached_tokens(info.cached_tokens);
   out.mutable_usage()->set_exact_tokens(info.exact_tokens);
+  out.mutable_usage()->set_drafted_tokens(info.drafted_tokens);
+  out.mutable_usage()->set_accepted_tokens(info.accepted_tokens);
   out.set_sequence_id(info.sequence_id);
   return out;
 }

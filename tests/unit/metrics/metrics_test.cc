@@ -225,6 +225,12 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.SetSchedules({{11, 12, 13}, 3});  // older changes
   metrics.SetConnections({21, {5, 6, 7}});
   metrics.SetConnections({20, {5, 8, 6}});
+  metrics.SetDraftTokens(2);
+  metrics.Drafted(2);
+  metrics.Drafted(1);
+  metrics.AcceptedDraft(0);
+  metrics.AcceptedDraft(1);
+  metrics.AcceptedDraft(0);
 
   std::map<std::string, double> moved;
   for (const auto& [name, value] : Parse(metrics.Render()).samples) {
@@ -276,6 +282,11 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {R"(sluice_connections_refused_total{reason="peer"})", 5},
       {R"(sluice_connections_refused_total{reason="all"})", 8},
       {R"(sluice_connections_refused_total{reason="system"})", 7},
+      {"vllm:spec_decode_num_drafts_total", 2},
+      {"vllm:spec_decode_num_draft_tokens_total", 3},
+      {"vllm:spec_decode_num_accepted_tokens_total", 3},
+      {R"(vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"})", 2},
+      {R"(vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"})", 1},
   };
   expected = 0;
   for (const auto& [outcome, reason] : kRequestReasons) {
@@ -476,11 +487,12 @@ TEST_CASE("promtool finds nothing to say about the names") {
   std::FILE* pipe = popen((promtool + " check metrics").c_str(), "w");
   REQUIRE(pipe != nullptr);
   // promtool complains of colons, which are for recording rules, and of _perc, which is no unit.
-  // These three names are vLLM's.
+  // These names are vLLM's.
   std::string text;
   for (const auto line : absl::StrSplit(metrics.Render(), '\n', absl::SkipEmpty())) {
     const bool vllm = absl::StrContains(line, "vllm:num_requests_running") ||
                       absl::StrContains(line, "vllm:num_requests_waiting") ||
+                      absl::StrContains(line, "vllm:spec_decode_num_") ||
                       absl::StrContains(line, "vllm:kv_cache_usage_perc");
     if (!vllm) absl::StrAppend(&text, line, "\n");
   }

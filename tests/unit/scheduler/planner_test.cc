@@ -170,6 +170,37 @@ TEST_CASE("what is not runnable gets no row, and nothing gives an empty plan") {
   CHECK(plan.decode_rows == 0);
 }
 
+TEST_CASE("drafts are rows behind the sequence's own, and each of them chooses") {
+  StepPlan plan;
+  PlannerSequence drafting = Decoding(0, 40), plain = Decoding(1, 7), parked = Decoding(2, 9);
+  drafting.drafts = parked.drafts = 3;
+  parked.runnable = false;
+  PlanStep({66, 64}, std::vector{drafting, plain, parked, Prompt(3, 0, 100)}, &plan);
+  REQUIRE(plan.rows.size() == 3);
+  CHECK(plan.rows[0].first_position == 40);
+  CHECK(plan.rows[0].count == 4);
+  CHECK(plan.rows[0].drafts == 3);
+  CHECK(plan.rows[0].sample);
+  CHECK(plan.rows[1].drafts == 0);
+  CHECK(plan.rows[2].count == 61);  // drafts come before rows of prompts
+  CHECK(plan.decode_rows == 5);
+  CHECK(plan.row_count == 66);
+  CHECK(plan.sample_count == 5);
+}
+
+TEST_CASE("drafts are cut to the policy's rows and the step's, and no row of a sequence is") {
+  StepPlan plan;
+  PlannerSequence first = Decoding(0, 40), second = Decoding(1, 50), third = Decoding(2, 60);
+  first.drafts = second.drafts = third.drafts = 5;
+  PlanStep({8, 8, 4}, std::vector{first, second, third}, &plan);
+  REQUIRE(plan.rows.size() == 3);
+  CHECK(plan.rows[0].drafts == 3);
+  CHECK(plan.rows[1].drafts == 2);
+  CHECK(plan.rows[2].drafts == 0);
+  CHECK(plan.row_count == 8);
+  CHECK(plan.sample_count == 8);
+}
+
 TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no decoder") {
   SplitMix64 random(TestSeed());
   StepPlan plan;
@@ -188,6 +219,10 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
       s.runnable = random.Below(4) != 0 && s.length > s.cached;
       s.wants_token = random.Below(8) != 0;
       s.rehearses = random.Below(4) == 0;
+      if (s.cached >= s.prompt_length && s.length == s.cached + 1 && s.wants_token &&
+          !s.rehearses) {
+        s.drafts = static_cast<int32_t>(random.Below(16));
+      }
       sequences.push_back(s);
     }
     PlanStep(limits, sequences, &plan);
@@ -199,11 +234,12 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
       REQUIRE(s.runnable);
       REQUIRE(row.count >= 1);
       REQUIRE(row.first_position == s.cached);
-      REQUIRE(row.first_position + row.count <= s.length);
+      REQUIRE((row.drafts >= 0 && row.drafts <= s.drafts));
+      REQUIRE(row.first_position + row.count - row.drafts <= s.length);
       REQUIRE(row.rehearsal == (s.rehearses && row.first_position == s.prompt_length));
       REQUIRE((!row.rehearsal || row.count == 1));
-      REQUIRE(row.sample ==
-              (!row.rehearsal && s.wants_token && row.first_position + row.count == s.length));
+      REQUIRE(row.sample == (!row.rehearsal && s.wants_token &&
+                             row.first_position + row.count - row.drafts == s.length));
       // All rows of a sequence have one kind, and decode rows come first.
       const bool decode = row.first_position >= s.prompt_length;
       REQUIRE((decode || row.first_position + row.count <= s.prompt_length));
@@ -211,7 +247,7 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
       REQUIRE((!decode || row.count <= limits.decode_rows));
       decode_rows += decode ? row.count : 0;
       rows += row.count;
-      samples += row.sample ? 1 : 0;
+      samples += row.sample ? 1 + row.drafts : 0;
     }
     REQUIRE(rows == plan.row_count);
     REQUIRE(decode_rows == plan.decode_rows);

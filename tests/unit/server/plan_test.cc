@@ -3,11 +3,13 @@
 #include <catch2/catch.hpp>
 #include <cstdlib>
 
+#include "absl/strings/str_cat.h"
 #include "src/kv/page_pool.h"
 #include "src/model/policy_forecast.h"
 #include "src/model/weight_source.h"
 #include "src/server/model_setup.h"
 #include "src/server/planning_device.h"
+#include "src/server/speculation.h"
 #include "tests/fixtures/fixtures.h"
 
 namespace sluice {
@@ -209,6 +211,33 @@ TEST_CASE("the plan of a model with latent caches asks for what a node asks for"
   const auto memory = NewNodeMemory(config, **model, device->get());
   INFO(memory.status());
   CHECK(memory.ok());
+}
+
+TEST_CASE("the plan counts what drafts take, and a policy that verifies none is refused") {
+  Config config = TinyNode();
+  const auto plain = PlanOf(config);
+  config.set_speculation_tokens(3);
+  config.set_speculation("none");
+  CHECK(DraftTokensOf(config) == 0);
+  CHECK(NewDrafter(config) == nullptr);
+  config.set_speculation("ngram");
+  CHECK(DraftTokensOf(config) == 3);
+  CHECK(NewDrafter(config) != nullptr);
+  const auto plan = PlanOf(config);
+  REQUIRE(plain.ok());
+  REQUIRE(plan.ok());
+  CHECK(plain->max_rows == 5 + 64);
+  CHECK(plan->max_rows == 5 * 4 + 64);
+  // Three more rows of logits for each sequence.
+  CHECK(plan->batch_bytes >= plain->batch_bytes + int64_t{5} * 3 * plan->model.vocab_size * 4);
+  CHECK(plan->workspace_bytes > plain->workspace_bytes);
+  for (const char* policy : {"scout", "recall", "hgca", "clo", "fluxion", "ess"}) {
+    config.set_policy(policy);
+    const absl::Status refused = PlanOf(config).status();
+    CHECK(absl::IsInvalidArgument(refused));
+    CHECK_THAT(std::string(refused.message()),
+               Catch::StartsWith(absl::StrCat("speculation: expected none with policy ", policy)));
+  }
 }
 
 TEST_CASE("the plan has the sizes that a node would choose, and says why") {

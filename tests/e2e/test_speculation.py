@@ -1,0 +1,58 @@
+"""Speculation of a running node: the same answers, counts in the end and in the metrics, and refusals at the start."""
+
+import pytest
+from sluice.v1 import decode_pb2
+from support.metrics_text import Scrape, wait_for
+from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, greedy, run, tokens_of
+
+FLAGS = ["--max-context", "512", "--hbm-bytes", "16MiB", "--dram-bytes", "16MiB", "--local-prefill", "always"]
+NGRAM = ["--speculation", "ngram", "--speculation-tokens", "4"]
+# A model of random weights falls into a loop, which the drafter sees.
+PROMPT = [7, 8, 9] * 12
+
+
+def answer(node, **sampling):
+    request = decode_pb2.GenerateRequest(prompt_token_ids=PROMPT,
+                                         sampling=greedy(max_tokens=200, ignore_eos=True, logprobs=1, **sampling))
+    tokens, finish = tokens_of(node.decode.Generate(request, timeout=TIMEOUT_S))
+    return list(tokens), finish
+
+
+def test_answers_are_the_same_and_drafts_are_counted(tiny_models, start):
+    plain = start("sluice-server", tiny_models("tiny-llama"), *FLAGS)
+    want, finish = answer(plain)
+    assert finish.usage.drafted_tokens == finish.usage.accepted_tokens == 0
+    plain.stop()
+    node = start("sluice-server", tiny_models("tiny-llama"), *FLAGS, *NGRAM)
+    got, finish = answer(node)
+    assert got == want
+    assert 0 < finish.usage.accepted_tokens <= finish.usage.drafted_tokens
+    names = {"vllm:spec_decode_num_draft_tokens_total": finish.usage.drafted_tokens,
+             "vllm:spec_decode_num_accepted_tokens_total": finish.usage.accepted_tokens}
+
+    def counted(now):
+        return {name: now.get(name) for name in names} == names
+
+    assert counted(wait_for(node, counted, 5 * SCALE))
+    positions = [Scrape(node).get("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(i))
+                 for i in range(4)]
+    assert sum(positions) == finish.usage.accepted_tokens and positions == sorted(positions, reverse=True)
+    assert '"speculation ready"' in node.log.read_text()
+
+
+@pytest.mark.parametrize("policy", ["scout", "recall", "hgca", "clo", "fluxion"])
+def test_a_policy_that_verifies_no_drafts_is_refused_by_name(tiny_models, policy):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--device", DEVICE, *FLAGS, *NGRAM,
+               "--policy", policy)
+    assert done.returncode != 0
+    assert f"speculation: expected none with policy {policy}" in done.stderr
+
+
+def test_the_plan_counts_what_drafts_take(tiny_models):
+    def batch(*flags):
+        done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--device", DEVICE, *FLAGS,
+                   "--print-plan", *flags)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert batch(*NGRAM) != batch()
