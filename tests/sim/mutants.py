@@ -81,7 +81,7 @@ MUTANTS = [
     ("the anchor of a slot's last sequence stays", "src/attention/policies/fluxion/head_budgets.cc",
      "const auto forget = [&](float* to, int64_t count) {",
      "const auto forget = [&](float* to, int64_t count) { return;"),
-    ("padded rows have the first slot", "src/engine/batch_state.cc",
+    ("padded rows have the first slot", "src/engine/batch_inputs.cc",
      "host.slots[row] = -1;", "host.slots[row] = 0;"),
     ("tokens that were not handed over count as cached", "src/engine/sequence_life.cc",
      "std::min(sequence.context_length, sequence.length - 1)", "sequence.length - 1"),
