@@ -187,8 +187,8 @@ class SourceAttention : public ForwardingPolicy {
   const int threads_;
   const std::unique_ptr<Event> done_;
   std::vector<std::unique_ptr<UnitDigests>> digests_;  // [layers * kv_heads]
-  Buffer written_, row_, q_, o_;                    // of one row
-  CapturedQueries caches_;                          // of the prompt and the rows so far
+  Buffer written_, row_, q_, o_;                       // of one row
+  CapturedQueries caches_;                             // of the prompt and the rows so far
   const BudgetSource* source_ = nullptr;
   SourceQuality* out_ = nullptr;
 };
