@@ -17,6 +17,7 @@ struct Avx512 {
   static constexpr int kQueryRows = 6;
   static constexpr int kScoreVectors = 2;
   static constexpr int kValueVectors = 4;
+  static constexpr int kLevelHeads = 4;
 
   static F Load(const float* p) { return _mm512_loadu_ps(p); }
   static void Store(float* p, F v) { _mm512_storeu_ps(p, v); }
@@ -41,17 +42,28 @@ struct Avx512 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
   }
   // As numbers of 16 bits with 5 of exponent and 10 of mantissa, e4m3 values are 2^8 times too
-  // small, also where they are subnormal. (The code of NaN counts as 480.)
-  static F LoadE4M3(const uint8_t* p) {
-    const __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(v, _mm256_set1_epi16(0x80)), 8);
-    const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(v, _mm256_set1_epi16(0x7F)), 7);
-    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0f));
+  // small, also where they are subnormal. (The code of NaN counts as 480.) Bit 14 is a copy of the
+  // sign, which is in its place already.
+  static constexpr float kSmallE4M3 = 256;
+  static F LoadSmallE4M3(const uint8_t* p) {
+    const __m256i v = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_cvtph_ps(
+        _mm256_and_si256(_mm256_slli_epi16(v, 7), _mm256_set1_epi16(int16_t(0xBFFF))));
   }
+  static F LoadE4M3(const uint8_t* p) { return Mul(LoadSmallE4M3(p), Set1(kSmallE4M3)); }
   static void StoreBf16(uint16_t* p, F v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
   }
   static float Sum(F v) { return _mm512_reduce_add_ps(v); }
+  static void Sum4(const F (&v)[4], float* out) {
+    const F pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const F pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const F lanes = _mm512_add_ps(_mm512_shuffle_ps(pairs01, pairs23, 0x44),
+                                  _mm512_shuffle_ps(pairs01, pairs23, 0xEE));
+    const __m256 two =
+        _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+  }
   static float Largest(F v) { return _mm512_reduce_max_ps(v); }
 
   // Turns 16 keys of `dim` bf16 into columns of floats, by 16 pairs of dimensions at a time.

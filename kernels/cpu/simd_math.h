@@ -7,8 +7,11 @@
 //   Pow2(n)                2^n for integer-valued n in [-126, 127]
 //   LoadBf16, StoreBf16    kWidth elements
 //   LoadE4M3               kWidth elements, exactly
+//   LoadSmallE4M3          kWidth elements, kSmallE4M3 (a power of two) times too small
 //   LoadPairs(p, e, o)     2 * kWidth bf16: those at even indices to e, those at odd ones to o
 //   Sum(x), Largest(x)     over the lanes, in one fixed order
+//   Sum4(v, out)           the sums of four vectors' lanes, each in the same fixed order
+//   kLevelHeads            query heads for which four rows are summed in registers at a time
 //   TransposeKeys          see simd_attention.h
 // Templates over such a type have internal linkage, so the linker cannot give one file's AVX-512
 // instance to another file.

@@ -10,6 +10,7 @@
 #include "kernels/cpu/simd_codes.h"
 #include "kernels/cpu/simd_hash.h"
 #include "kernels/cpu/simd_index_logits.h"
+#include "kernels/cpu/simd_level_scores.h"
 #include "kernels/cpu/simd_levels.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_mla.h"
@@ -31,6 +32,7 @@ struct Avx2 {
   static constexpr int kQueryRows = 3;
   static constexpr int kScoreVectors = 4;
   static constexpr int kValueVectors = 4;
+  static constexpr int kLevelHeads = 2;
 
   static F Load(const float* p) { return _mm256_loadu_ps(p); }
   static void Store(float* p, F v) { _mm256_storeu_ps(p, v); }
@@ -70,6 +72,8 @@ struct Avx2 {
         _mm256_blendv_ps(subnormal, _mm256_castsi256_ps(normal), _mm256_castsi256_ps(is_normal));
     return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
   }
+  static constexpr float kSmallE4M3 = 1;
+  static F LoadSmallE4M3(const uint8_t* p) { return LoadE4M3(p); }
   static void StoreBf16(uint16_t* p, F v) {
     alignas(32) float values[kWidth];
     _mm256_store_ps(values, v);
@@ -84,6 +88,11 @@ struct Avx2 {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+  }
+  static void Sum4(const F (&v)[4], float* out) {
+    const F halves = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    _mm_storeu_ps(out,
+                  _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
   }
   static float Largest(F v) {
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -171,7 +180,7 @@ const KernelTable& Avx2Table() {
       .anchor_statistics = AnchorStatistics<Avx2>,
       .predict_budgets = PredictBudgets<Avx2>,
       .plan_retrieval = PlanRetrieval,
-      .level_scores = LevelScores<Avx2>,
+      .level_scores = LevelScores<SimdLevelRows<Avx2>>,
       .select_union = SelectUnion,
       .segment_lists = SegmentLists,
       .divide_lists = DivideLists,

@@ -13,6 +13,7 @@
 #include "kernels/cpu/simd_budgets.h"
 #include "kernels/cpu/simd_codes.h"
 #include "kernels/cpu/simd_hash.h"
+#include "kernels/cpu/simd_level_scores.h"
 #include "kernels/cpu/simd_levels.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
@@ -69,7 +70,7 @@ const KernelTable& Avx512Bf16Table() {
       .anchor_statistics = AnchorStatistics<Avx512>,
       .predict_budgets = PredictBudgets<Avx512>,
       .plan_retrieval = PlanRetrieval,
-      .level_scores = LevelScores<Avx512>,
+      .level_scores = LevelScores<SimdLevelRows<Avx512>>,
       .select_union = SelectUnion,
       .segment_lists = SegmentLists,
       .divide_lists = DivideLists,

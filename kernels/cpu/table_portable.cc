@@ -7,6 +7,7 @@
 #include "kernels/cpu/simd_codes.h"
 #include "kernels/cpu/simd_hash.h"
 #include "kernels/cpu/simd_index_logits.h"
+#include "kernels/cpu/simd_level_scores.h"
 #include "kernels/cpu/simd_levels.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_mla.h"
@@ -29,6 +30,7 @@ struct Portable {
   static constexpr int kQueryRows = 3;
   static constexpr int kScoreVectors = 4;
   static constexpr int kValueVectors = 4;
+  static constexpr int kLevelHeads = 2;
 
   static F Load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
   static void Store(float* p, F v) { *reinterpret_cast<Unaligned*>(p) = v; }
@@ -61,6 +63,8 @@ struct Portable {
     static constexpr E4M3Values kValues = MakeE4M3Values();
     return F{kValues.of[p[0]], kValues.of[p[1]], kValues.of[p[2]], kValues.of[p[3]]};
   }
+  static constexpr float kSmallE4M3 = 1;
+  static F LoadSmallE4M3(const uint8_t* p) { return LoadE4M3(p); }
   static void StoreBf16(uint16_t* p, F v) {
     for (int i = 0; i < kWidth; ++i) p[i] = FloatToBf16(v[i]);
   }
@@ -71,6 +75,9 @@ struct Portable {
     odd = reinterpret_cast<F>(pairs & int32_t(0xFFFF0000));
   }
   static float Sum(F v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+  static void Sum4(const F (&v)[4], float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = Sum(v[i]);
+  }
   static float Largest(F v) {
     const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
     return a > b ? a : b;
@@ -126,7 +133,7 @@ const KernelTable& PortableTable() {
       .anchor_statistics = AnchorStatistics<Portable>,
       .predict_budgets = PredictBudgets<Portable>,
       .plan_retrieval = PlanRetrieval,
-      .level_scores = LevelScores<Portable>,
+      .level_scores = LevelScores<SimdLevelRows<Portable>>,
       .select_union = SelectUnion,
       .segment_lists = SegmentLists,
       .divide_lists = DivideLists,
