@@ -271,6 +271,26 @@ inline std::vector<TimedSparseCase> TimedSparseCases() {
   };
 }
 
+// Timed shapes of level_scores: `rows` rows of `blocks` blocks of level 0, in e4m3.
+struct TimedLevelsCase {
+  const char* name;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t rows;
+  int32_t blocks;
+  bool has_spread;
+};
+
+inline std::vector<TimedLevelsCase> TimedLevelsCases() {
+  return {
+      {"group 4", 32, 8, 128, 16, 2044, false},
+      {"group 4, spreads", 32, 8, 128, 16, 2044, true},
+      {"group 8", 64, 8, 128, 16, 2044, false},
+      {"group 5", 40, 8, 128, 16, 2044, false},
+  };
+}
+
 // Timed shapes of sample: rows, the vocabulary, and how the token is chosen.
 struct SampleCase {
   const char* name;

@@ -102,6 +102,9 @@ class KernelBench {
         RunOne(path, *NewSparseAttention(c, path, &arena_));
       }
     }
+    if (Wanted("levels") && path.level_scores != nullptr) {
+      for (const auto& c : kernels::TimedLevelsCases()) RunOne(path, *NewLevelScores(c, path));
+    }
     if (Wanted("latent") && path.sparse_mla != nullptr) {
       for (const auto& make : LatentOperators(path, &arena_)) RunOne(path, *make());
     }
@@ -217,9 +220,10 @@ int RunKernelBench(const Invocation& invocation) {
   flags.Integers("threads", "threads that share an operator; several values give a table each", 1,
                  1024, &o.threads);
   flags.Choice("path", paths, "instruction set, one that this processor has", &o.path);
-  flags.Choice("only",
-               {"all", "linear", "attention", "sparse", "latent", "sample", "prefill", "policies"},
-               "operators to run", &o.only);
+  flags.Choice(
+      "only",
+      {"all", "linear", "attention", "sparse", "levels", "latent", "sample", "prefill", "policies"},
+      "operators to run", &o.only);
   flags.Choice("device", {"cpu", "cuda"}, "device that --only policies runs on", &o.device);
   flags.Text("match", "TEXT", "with --only policies: run operators whose names contain this",
              &o.match);

@@ -61,6 +61,8 @@ std::unique_ptr<TimedOperator> NewAttention(const kernels::AttentionCase& shape,
 std::unique_ptr<TimedOperator> NewSparseAttention(const kernels::TimedSparseCase& shape,
                                                   const kernels::KernelTable& path,
                                                   OperandArena* arena);
+std::unique_ptr<TimedOperator> NewLevelScores(const kernels::TimedLevelsCase& shape,
+                                              const kernels::KernelTable& path);
 std::unique_ptr<TimedOperator> NewSample(const kernels::SampleCase& shape,
                                          const kernels::KernelTable& path, int workers);
 // Returns makers of the operators of latent attention and of experts. Each operator is made when
