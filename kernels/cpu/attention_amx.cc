@@ -58,15 +58,6 @@ void ConfigureTiles(int64_t rows) {
   _tile_loadconfig(&config);
 }
 
-// Returns the bf16 value nearest to x, as a float. REQUIRES: |x| is finite.
-inline __m512 HighPart(__m512 x) {
-  const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
-  return _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(int32_t(0xFFFF0000))));
-}
-
-// Rounds to bf16: elements 0-15 from a, 16-31 from b.
-inline __m512i PackBf16(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
-
 // The high and the low parts of 32 elements.
 inline void StoreParts(__m512 a, __m512 b, void* high, void* low) {
   const __m512 high_a = HighPart(a), high_b = HighPart(b);

@@ -46,6 +46,7 @@ void HeadLinearAmx(const HeadLinearParams& p, Worker worker);
 void ExpertLinearAmx(const ExpertLinearParams& p, Worker worker);
 void SparseMlaAmx(const SparseMlaParams& p, Worker worker);
 void IndexLogitsAmx(const IndexLogitsParams& p, Worker worker);
+void LevelScoresAmx(const LevelScoresParams& p, Worker worker);
 #endif
 
 }  // namespace sluice::kernels::cpu

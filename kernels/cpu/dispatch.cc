@@ -51,14 +51,15 @@ Features Detect() {
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return f;
   f.avx2 = ymm && fma && Bit(b, 5);
   const bool avx512 = zmm && Bit(b, 16) && Bit(b, 17) && Bit(b, 30) && Bit(b, 31);  // F DQ BW VL
-  const bool amx = tiles && Bit(d, 22) && Bit(d, 24);                               // BF16 TILE
+  const bool amx = tiles && Bit(d, 22) && Bit(d, 24) && Bit(c, 1);  // BF16 TILE, AVX512_VBMI
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d) == 0) return f;
   f.avx512_bf16 = f.avx2 && avx512 && Bit(a, 5);
   f.amx_bf16 = f.avx512_bf16 && amx && AmxPermitted();
   return f;
 }
 
-// The path "amx" is "avx512bf16" with its matrix products and its attention on tiles.
+// The path "amx" is "avx512bf16" with its matrix products, its attention and its scores
+// of levels on tiles.
 const KernelTable& AmxTable() {
   static const KernelTable table = [] {
     KernelTable t = cpu::Avx512Bf16Table();
@@ -71,6 +72,7 @@ const KernelTable& AmxTable() {
     t.expert_linear = cpu::ExpertLinearAmx;
     t.sparse_mla = cpu::SparseMlaAmx;
     t.index_logits = cpu::IndexLogitsAmx;
+    t.level_scores = cpu::LevelScoresAmx;
     return t;
   }();
   return table;
