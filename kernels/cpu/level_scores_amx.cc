@@ -39,21 +39,28 @@ constexpr Bf16Bytes MakeBf16Bytes() {
 }
 constexpr Bf16Bytes kBf16Bytes = MakeBf16Bytes();
 
+// Keeps g++ 12 from loading a value anew for each of its uses.
+inline __m512i InRegister(__m512i v) {
+  __asm__("" : "+v"(v));
+  return v;
+}
+
 // Converts `count` codes to bf16, `count` a multiple of kCodes. Bytes are interleaved within lanes
 // of 128 bits, so that of the two steps that 64 elements are, the first has the lower eight of each
 // sixteen, and the second the upper eight; PutQuery orders a query alike.
 inline void ConvertCodes(const uint8_t* codes, int64_t count, uint16_t* out) {
-  const __m512i low0 = _mm512_load_si512(kBf16Bytes.low);
-  const __m512i low1 = _mm512_load_si512(kBf16Bytes.low + 64);
-  const __m512i high0 = _mm512_load_si512(kBf16Bytes.high);
-  const __m512i high1 = _mm512_load_si512(kBf16Bytes.high + 64);
+  const __m512i low0 = InRegister(_mm512_load_si512(kBf16Bytes.low));
+  const __m512i low1 = InRegister(_mm512_load_si512(kBf16Bytes.low + 64));
+  const __m512i high0 = InRegister(_mm512_load_si512(kBf16Bytes.high));
+  const __m512i high1 = InRegister(_mm512_load_si512(kBf16Bytes.high + 64));
   const __m512i sign = _mm512_set1_epi8(int8_t(0x80));
   for (int64_t i = 0; i < count; i += kCodes) {
-    const __m512i v = _mm512_loadu_si512(codes + i);
+    const __m512i v = InRegister(_mm512_loadu_si512(codes + i));
     // The lookup ignores the sign, the highest bit of a code.
     const __m512i low = _mm512_permutex2var_epi8(low0, v, low1);
     const __m512i magnitude = _mm512_permutex2var_epi8(high0, v, high1);
-    const __m512i high = _mm512_or_si512(magnitude, _mm512_and_si512(v, sign));
+    // That is magnitude | (v & sign).
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, v, sign, 0xF8);
     _mm512_store_si512(out + i, _mm512_unpacklo_epi8(low, high));
     _mm512_store_si512(out + i + kStepDims, _mm512_unpackhi_epi8(low, high));
   }

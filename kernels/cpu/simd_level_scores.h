@@ -194,6 +194,10 @@ void ScoreBlocks(const LevelScoresParams& p, const FluxionSegments& segments, in
   alignas(64) float scores[Rows::kRows][kScoreColumns] = {};
   float best[kScoreHeads];
   for (float& score : best) score = kNegativeInfinity;
+  float* outs[kScoreHeads];
+  for (int64_t h = 0; h < queries.count; ++h) {
+    outs[h] = p.scores + queries.item[h] * p.score_stride;
+  }
   int64_t row = first.begin;
   for (int64_t turn = 0; row < last; ++turn) {
     const RowBatch<Rows::kRows>& now = batches[turn % 3];
@@ -203,9 +207,7 @@ void ScoreBlocks(const LevelScoresParams& p, const FluxionSegments& segments, in
       for (int64_t h = 0; h < kScoreHeads; ++h) best[h] = Larger(scores[i][h], best[h]);
       const int64_t block = row >> shift;
       if ((row + 1) >> shift == block) continue;
-      for (int64_t h = 0; h < queries.count; ++h) {
-        p.scores[queries.item[h] * p.score_stride + block] = best[h];
-      }
+      for (int64_t h = 0; h < queries.count; ++h) outs[h][block] = best[h];
       for (float& score : best) score = kNegativeInfinity;
     }
   }
