@@ -36,7 +36,8 @@ class SampleFixture {
         out_tokens(rows),
         out_logprobs(rows),
         top_ids(int64_t{rows} * kMaxTopLogprobs),
-        top_logprobs(int64_t{rows} * kMaxTopLogprobs) {
+        top_logprobs(int64_t{rows} * kMaxTopLogprobs),
+        stores(rows) {
     for (int32_t r = 0; r < rows; ++r) {
       sampling[r] = GreedySlot();
       slots[r] = r;
@@ -69,7 +70,7 @@ class SampleFixture {
                             scratch.data(),
                             rows,
                             vocab,
-                            stores.empty() ? nullptr : stores.data()};
+                            some_store ? stores.data() : nullptr};
     RunWorkers(path.sample, p, kWorkers);
     for (const std::string& damage :
          {copy.Damage(), scratch.Damage(), tokens.Damage(), out_tokens.Damage(),
@@ -89,7 +90,8 @@ class SampleFixture {
   Guarded<float> out_logprobs;
   Guarded<int32_t> top_ids;
   Guarded<float> top_logprobs;
-  std::vector<int32_t> stores;  // empty: every row stores its choice
+  Guarded<int32_t> stores;  // counts if some_store
+  bool some_store = false;  // false: every row stores its choice
 };
 
 // Returns the distribution that row r must be drawn from: one probability per token.

@@ -119,7 +119,8 @@ void TestStores(const KernelTable& path, Random& random) {
   Randomise(f, random, 1.0f);
   f.Run(path);
   const std::vector<int32_t> want(f.out_tokens.data(), f.out_tokens.data() + 3);
-  f.stores = {0, 1, 0};
+  f.some_store = true;
+  for (int32_t r = 0; r < 3; ++r) f.stores[r] = r == 1;
   for (int32_t r = 0; r < 3; ++r) f.token(r, f.positions[static_cast<size_t>(r)] + 1) = -7;
   f.Run(path);
   for (int32_t r = 0; r < 3; ++r) {
