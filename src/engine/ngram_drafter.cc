@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kLengths = kMostNgram - kLeastNgram + 1;
 
-// Of the last kScored guesses, at least kLeastRight must have been right. A step of decode rows
+// At least kLeastRight of the last kScored guesses must have been right. A step of decode rows
 // reads the same weights whether a sequence has one row or four, so one right guess in four pays.
 constexpr int kScored = 16;
 constexpr int kLeastRight = 4;

@@ -50,7 +50,7 @@ struct NodeSpec {
   int64_t exact = 0;    // AttentionPolicy::exact_tokens, of a sparse policy
   // AttentionPolicy::hint_tokens and hint_queries, of a sparse policy
   int64_t hint_tokens = 0, hint_queries = 0;
-  // What drafts, where engine.draft_tokens > 0: a drafter that knows `known`, the sequences of the
+  // The drafter, where engine.draft_tokens > 0: one that knows `known`, the sequences of the
   // scenario, and is often right; or the drafter of a server, which is right by chance.
   bool ngram = false;
   std::vector<std::vector<int32_t>> known;

@@ -47,8 +47,8 @@ struct NodeOptions {
   absl::Duration transfer_wait = absl::Seconds(60);
   absl::Duration slow_reader_timeout = absl::Seconds(30);
   uint32_t max_waiting = 1024;
-  // What drafts up to draft_tokens tokens of a sequence in a step, and outlives the node; null:
-  // nothing does.
+  // Drafts up to draft_tokens tokens of a sequence in a step, and outlives the node; null: there
+  // are no drafts.
   Drafter* drafter = nullptr;
   int draft_tokens = 0;
   Clock* clock = RealClock();

@@ -16,7 +16,7 @@ from sluice_client.plot_policies import import_pyplot
 # Heads that are drawn one by one.
 SINGLE_HEADS = 6
 
-# What a file of each kind has that must not be empty.
+# The key of each kind of file that must not be empty.
 _NEEDED = {"summary": "heads", "check": "sources", "figures": "layers"}
 
 _FIRST_BLOCK = 1  # the list of blocks begins with single tokens, which the figure leaves out

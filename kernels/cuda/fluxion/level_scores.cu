@@ -334,7 +334,7 @@ cudaError_t LaunchLevelScores(const LevelScoresParams& p, cudaStream_t stream) {
   const int dim = p.head_dim;
   const bool has_tiles = dim % kSegment == 0;
   const bool has_spread = HasSpread(digests, dim);
-  // Of the rows of a head_dim of 128, a half is under way: 4 segments of 8, or 5 of 10.
+  // Half of a row is under way with a head_dim of 128: 4 of its 8 segments, or 5 of 10.
   const auto kernel = !has_tiles   ? LevelScoresByBlocks
                       : has_spread ? LevelScoresKernel<5>
                                    : LevelScoresKernel<4>;

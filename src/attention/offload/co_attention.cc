@@ -175,7 +175,7 @@ class CoAttentionImpl : public CoAttention {
     return false;
   }
 
-  // What a worker does next in a round.
+  // The next thing that a worker does in a round.
   enum class Turn { kDone, kWait, kMakeList, kAttend };
 
   // Returns whether there was a sequence to serve. A worker holds the round when it claims a part

@@ -1,5 +1,5 @@
-// What the figures of Fluxion's paper measure of one query head at one row, and of a KV head's
-// values.
+// The measurements of one query head at one row, and of a KV head's values, that the figures of
+// Fluxion's paper are made of.
 #pragma once
 
 #include <array>

@@ -27,8 +27,9 @@ struct Normality {
   // The largest distance of a quantile from that of N(0, 1).
   double largest_gap = 0;
 };
-// Of no values or of equal ones, all but the mean is 0 and the gap is not a number. Quantiles are
-// values at the nearest rank.
+// Measures how near `values` come to a normal distribution. If there are none, or all are equal,
+// everything but the mean is 0 and the gap is not a number. Quantiles are values at the nearest
+// rank.
 Normality MeasureNormality(const std::vector<double>& values);
 
 }  // namespace sluice

@@ -1,8 +1,8 @@
-// What ways to budget cost the model itself: a document's last tokens are computed one by one, each
-// head of every layer attends to the default set and to the blocks that a source of budgets tells,
-// and the next token's probabilities are compared with those of full attention (Fluxion, figure
-// 10b). The budgets are those of the row as it is computed, with what earlier rows and layers
-// missed.
+// The cost of ways to budget for the model itself: a document's last tokens are computed one by
+// one, each head of every layer attends to the default set and to the blocks that a source of
+// budgets tells, and the next token's probabilities are compared with those of full attention
+// (Fluxion, figure 10b). The budgets are those of the row as it is computed, with what earlier rows
+// and layers missed.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace sluice {
 // Rows beyond this would have tokens of their own outside the default set.
 inline constexpr int64_t kMostTauSteps = 256;
 
-// What came of one source, over all rows.
+// The results of one source, over all rows.
 struct SourceQuality {
   bench::Distance distance;  // from full attention
   SourceSums sums;           // violations, and streaming that was needed, are not counted

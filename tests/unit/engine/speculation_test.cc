@@ -248,7 +248,7 @@ TEST_CASE("sampled tokens have the model's distribution, with drafts as without"
   }
   CHECK(accepted > kSeeds / 10);
   CHECK(accepted < drafted);
-  // What is expected comes from other seeds without speculation, ten times as many.
+  // The expected counts come from other seeds without speculation, ten times as many.
   std::map<std::vector<int32_t>, int> expected;
   constexpr int kMore = 10;
   streams.clear();

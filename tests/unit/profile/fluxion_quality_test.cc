@@ -1,5 +1,5 @@
-// What ways to budget cost a model's next token: one that reads everything costs nothing, and each
-// reads what it is told.
+// Tests of the cost of ways to budget for a model's next token: one that reads everything costs
+// nothing, and each reads what it is told.
 #include <catch2/catch.hpp>
 #include <memory>
 #include <string>

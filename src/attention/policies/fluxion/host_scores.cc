@@ -208,7 +208,7 @@ class HostScores::Worker {
     const int32_t* const blocks = side.blocks + index * group_;
     const auto is_some = [all](int32_t n) { return n > 0 && n < all; };
     const auto is_all = [all](int32_t n) { return n >= all; };
-    // What others select does not matter where a head selects all.
+    // If one head selects all blocks, the selection of the others does not matter.
     const bool scored = level >= 0 && std::any_of(blocks, blocks + group_, is_some) &&
                         std::none_of(blocks, blocks + group_, is_all);
     const int32_t cost = scored ? all : 0;

@@ -42,7 +42,7 @@ class HostScores : public ListMaker {
     // [layers] Digests in DRAM, with tables that the host can read; those of dense layers are not
     // looked at. A round's channel is its layer.
     std::vector<kernels::LevelDigests> digests;
-    // What PlanRetrieval chooses, in device memory: [lists], and [rows][heads].
+    // The choices of PlanRetrieval, in device memory: [lists], and [rows][heads].
     const int32_t* levels = nullptr;
     const int32_t* blocks = nullptr;
   };
@@ -62,7 +62,7 @@ class HostScores : public ListMaker {
   void Count(int layer, PolicyStatistics::Layer* sums) const;
 
  private:
-  // What the device posts, in pinned memory, and the scores, which workers share.
+  // The request that the device posts, in pinned memory, and the scores, which workers share.
   struct Side {
     int32_t* levels = nullptr;  // [lists]
     int32_t* blocks = nullptr;  // [rows][heads]
