@@ -249,7 +249,8 @@ def test_each_part_names_a_model_and_policies_that_exist(part, tmp_path):
             words = policies.command(run.quickly() if quick else run, Place(ROOT), "cpu", quick, tmp_path, None)
             flags = dict(zip(words[2::1], words[3::1]))
             assert (Path(flags["--model"]) / "config.json").is_file()
-            if isinstance(run, (policies.IntervalRun, policies.HeadsRun, latent.ProfileRun)):
+            if isinstance(run, (policies.IntervalRun, policies.HeadsRun, latent.ProfileRun,
+                                policies.SpeculationRun)):
                 continue
             assert flags["--policies"].split(",")[0]
             assert int(flags["--max-batch"]) >= max(map(int, flags["--batches"].split(",")))
@@ -298,6 +299,19 @@ def test_homes_of_fluxion_fit_dram_with_their_digests(part):
         tokens = sum(run.contexts) if run.traffic else max(run.batches) * run.contexts[0]
         home = (tokens + max(run.batches) * 128) * policy_runs.token_bytes(ROOT / run.model)
         assert home * 1.117 < run.dram_gib * policy_runs.GIB, run.name
+
+
+def test_speculation_runs_batches_that_fit_hbm_and_says_its_acceptance(tmp_path):
+    [run] = policies.PARTS["speculation"]
+    model = ROOT / run.model
+    assert run.fitting(model, 143_771) == [1, 8, 24]
+    small = run.fitting(model, 81_559)
+    assert small[:2] == [1, 8] and 8 < small[2] < 24
+    for quick in (False, True):
+        words = policies.command(run.quickly() if quick else run, Place(ROOT), "cpu", quick, tmp_path, None)
+        assert words[1] == "step" and "--dummy" in words
+        assert of(words, "--speculation-tokens") == "3" and of(words, "--acceptance") == "0.7"
+        assert Path(of(words, "--json")).parent.is_dir()
 
 
 def test_drawn_lengths_are_those_of_their_seed():

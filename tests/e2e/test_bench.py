@@ -45,6 +45,8 @@ def test_help_teaches(command):
     (["serve", "stray"], "stray"), (["kernels", "--path", "abacus"], "--path"),
     (["kernels", "--only", "policies", "--context", "1024", "--budget", "1024"], "--budget"),
     (["step"], "--model"), (["step", "--model", "x", "--batches", "0"], "--batches"),
+    (["step", "--model", "x", "--speculation-tokens", "9999"], "--speculation-tokens"),
+    (["step", "--model", "x", "--speculation-tokens", "3", "--acceptance", "1.5"], "--acceptance"),
     (["policies"], "--model"), (["policies", "--model", "x", "--policies", "full,scot"], "scout"),
     (["policies", "--model", "x", "--quality"], "--texts"),
     (["policies", "--model", "x", "--hbm-bytes", "lots"], "--hbm-bytes"),
@@ -95,6 +97,21 @@ def test_steps_and_a_prefill_of_a_tiny_model(tiny_models):
     names = [f["name"] for f in report["figures"]]
     assert names[:2] == ["step, batch 1, context 40", "step, batch 4, context 40"]
     assert all(f["median"] > 0 for f in report["figures"])
+
+
+def test_speculation_is_measured_beside_a_run_without_and_says_what_drafts(tiny_models):
+    report = report_of("step", "--model", tiny_models("tiny-llama"), "--batches", "1,3", "--contexts", "40", "--steps",
+                       "80", "--speculation-tokens", "3", "--acceptance", "0.7")
+    plain, drafted = report["figures"][0], report["figures"][1]
+    assert len(report["figures"]) == 4
+    assert plain["name"] == "speculation, batch 1, context 40, without drafts" and plain["better"] == "higher"
+    assert drafted["name"].endswith("3 drafts by stated probability 0.7, not by a model")
+    assert report["shape"]["drafts"] == "3 drafts by stated probability 0.7, not by a model"
+    assert plain["more"].keys() < drafted["more"].keys()
+    for one in report["figures"][1::2]:
+        more = one["more"]
+        assert abs(more["acceptance"] - 0.7) < 0.15 and 2 < more["tokens_per_step"] < 3.2
+        assert more["stated_acceptance"] == 0.7 and more["ratio"] > 0
 
 
 def test_auto_runs_beside_the_policies_that_it_chooses_from(tiny_models):

@@ -1,8 +1,8 @@
 """tools/gpu-test --bench --part NAME: measures attention policies side by side, in parts of some minutes.
 
-A part is a few runs of `sluice-bench policies`, and of `sluice-profile` where they need a profile. Reports and traces
-go to folders of their own, the output to policies-NAME.md and .json. With --quick a part runs a small model with short
-contexts: it rehearses the same rows, and its figures mean nothing.
+A part is a few runs of `sluice-bench policies`, and of `sluice-profile` where they need a profile; part `speculation`
+is one of `sluice-bench step`. Reports and traces go to folders of their own, the output to policies-NAME.md and .json.
+With --quick a part runs a small model with short contexts: it rehearses the same rows, and its figures mean nothing.
 """
 
 import json
@@ -16,6 +16,7 @@ from sluice_gpu.fluxion import FLUXION_PARTS
 from sluice_gpu.latent import LATENT_PARTS, LatentRun, ProfileRun
 from sluice_gpu.place import Place
 from sluice_gpu.policy_runs import LLAMA, QWEN8, QWEN25, TURNING, TURNING_DRIFT, HeadsRun, IntervalRun, Run
+from sluice_gpu.speculation import SPECULATION_PARTS, SpeculationRun
 
 PART_SECONDS = 480
 EVERYONE = ("full", "scout", "recall-paper", "hgca-mean", "recall", "hgca")
@@ -59,7 +60,7 @@ def _auto(name: str, contexts: tuple[int, ...], most: int = 16, **more) -> Run:
                trace=False, steps=12, distinct=1, **{"layers": 8, "dram_gib": 40, **more})
 
 
-AnyRun = Run | IntervalRun | HeadsRun | LatentRun | ProfileRun
+AnyRun = Run | IntervalRun | HeadsRun | LatentRun | ProfileRun | SpeculationRun
 PARTS: dict[str, list[AnyRun]] = {
     # Every policy at its largest batch and at the largest batch of full.
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
@@ -138,13 +139,23 @@ PARTS: dict[str, list[AnyRun]] = {
     "clo-qwen128k": _figure10("qwen-128k", 129024, (1,), QWEN25),
     **FLUXION_PARTS,
     **LATENT_PARTS,
+    **SPECULATION_PARTS,
 }
+
+
+def report_of(run: AnyRun, folder: Path) -> Path:
+    """Returns the file of a run's report, in a folder of its own."""
+    return folder / run.name / ("step.json" if isinstance(run, SpeculationRun) else "policies.json")
 
 
 def command(run: AnyRun, place: Place, device: str, quick: bool, folder: Path,
             texts: Path | None) -> list[str]:
     if isinstance(run, (IntervalRun, HeadsRun, ProfileRun)):
         begin, out = [str(place.bin / "sluice-profile")], folder / f"{run.name}.json"
+    elif isinstance(run, SpeculationRun):
+        (folder / run.name).mkdir(parents=True, exist_ok=True)
+        return [str(place.bin / "sluice-bench"), "step", "--device", device, "--json", str(report_of(run, folder)),
+                *run.arguments(place, quick, folder, texts)]
     else:
         begin, out = [str(place.bin / "sluice-bench"), "policies"], folder / run.name
     return [*begin, "--device", device, "--out", str(out), *run.arguments(place, quick, folder, texts)]
@@ -167,7 +178,7 @@ def run_part(place: Place, results: Path, part: str, device: str, quick: bool,
             continue
         print(f"== {part}: {run.name}", flush=True)
         bench = Bench(run.name, command(run, place, device, quick, folder, texts),
-                      max(give_up - time.monotonic(), 1), folder / run.name / "policies.json")
+                      max(give_up - time.monotonic(), 1), report_of(run, folder))
         outcome = run_bench(place, bench)
         outcomes.append(outcome)
         print(outcome.said.strip(), flush=True)

@@ -67,12 +67,13 @@ class EngineRun {
       const StepTimes &last = marks_->times[i - 1], &now = marks_->times[i];
       const auto steps = static_cast<double>(now.steps - last.steps);
       if (now.steps == last.steps) return absl::DeadlineExceededError("the engine does not step");
-      windows.push_back({absl::ToDoubleSeconds(now.step - last.step) / steps,
+      windows.push_back({now.steps - last.steps,
+                         absl::ToDoubleSeconds(now.step - last.step) / steps,
                          absl::ToDoubleSeconds(now.kernels - last.kernels) / steps,
                          absl::ToDoubleSeconds(now.turn - last.turn) / steps, marks_->taken[i - 1],
                          marks_->taken[i], marks_->Gaps(i - 1, options_.steps)});
     }
-    session_->engine().CancelAll(absl::CancelledError("measured"));
+    if (!options_.to_the_end) session_->engine().CancelAll(absl::CancelledError("measured"));
     for (const auto& sink : sinks_) sink->WaitForEnd();
     session_->Stop();
     return windows;
@@ -88,10 +89,10 @@ class EngineRun {
                                        ? nullptr
                                        : &(*options_.contexts)[index % options_.contexts->size()];
       const absl::StatusOr<std::string> transfer =
-          session_->HandOver(given, total_ - options_.context, reader);
+          session_->HandOver(given, total_ - options_.context, reader, LastOfPrompt(index));
       if (transfer.ok()) {
         absl::MutexLock lock(&submit_mutex_);
-        return session_->engine().Submit(RequestFor(*transfer)).status();
+        return session_->engine().Submit(RequestFor(index, *transfer)).status();
       }
       if (!absl::IsResourceExhausted(transfer.status())) return transfer.status();
       if (watch.Stalled(session_->landed())) {
@@ -105,8 +106,13 @@ class EngineRun {
     }
   }
 
+  int32_t LastOfPrompt(size_t index) const {
+    if (!options_.distinct_prompts) return 1;
+    return static_cast<int32_t>(index % static_cast<size_t>(model_->config().vocab_size));
+  }
+
   // Returns the Generate for a transfer; the one for the last transfer records the times.
-  Request RequestFor(const std::string& transfer) {
+  Request RequestFor(size_t index, const std::string& transfer) {
     Request request;
     request.request_id = absl::StrCat("bench-", sinks_.size());
     request.handoff.transfer_id = transfer;
@@ -115,7 +121,12 @@ class EngineRun {
     request.sampling.ignore_eos = true;
     const bool youngest = sinks_.size() + 1 == static_cast<size_t>(options_.batch);
     CountingSink::OnToken note;
-    if (youngest) note = [this](const OutputToken&, int64_t tokens) { NoteTimes(tokens); };
+    if (youngest || options_.on_token != nullptr) {
+      note = [this, index, youngest](const OutputToken& token, int64_t tokens) {
+        if (options_.on_token != nullptr) options_.on_token(index, token);
+        if (youngest) NoteTimes(tokens);
+      };
+    }
     sinks_.push_back(std::make_shared<CountingSink>(&open_, std::move(note)));
     request.sink = sinks_.back();
     return request;

@@ -12,14 +12,17 @@
 #include "src/attention/attention_policy.h"
 #include "src/bench/workload/context.h"
 #include "src/device/device.h"
+#include "src/engine/drafter.h"
 #include "src/engine/turn_trace.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
+#include "src/request/token_sink.h"
 
 namespace sluice::bench {
 
 // Means over a window of steps in which every sequence has a row.
 struct EngineWindow {
+  uint64_t steps = 0;
   double step_seconds = 0;     // Time from one step's end to the next.
   double kernels_seconds = 0;  // Forward pass and sampling, by the device's clock.
   double turn_seconds = 0;     // Time in which the engine's thread was busy.
@@ -38,6 +41,19 @@ struct EngineRunOptions {
   PagePool* dram = nullptr;  // Pool of the host KV caches; null: the run allocates one.
   // Maximum time without progress while sequences are handed over and admitted.
   absl::Duration patience = absl::Seconds(20);
+  // Guesses the sequences' next tokens, up to `draft_tokens` of each in a step; null: no
+  // speculation.
+  Drafter* drafter = nullptr;
+  int draft_tokens = 0;
+  // The last token of the prompt of sequence i is i, modulo the vocabulary, so that sequences
+  // differ and a drafter can tell them apart; otherwise all prompts are equal. Ignored if contexts
+  // are given.
+  bool distinct_prompts = false;
+  // Decodes on after the last window until every sequence has its EngineTokens tokens.
+  bool to_the_end = false;
+  // Called on the engine's thread with each token of the sequence that was handed over as number
+  // `sequence`, from 0.
+  std::function<void(size_t sequence, const OutputToken& token)> on_token = nullptr;
   // Receives the engine's phases, including those before the windows.
   TurnTrace* trace = nullptr;
   // Called on the engine's thread one step before the first window (false) and after the last one

@@ -66,6 +66,8 @@ absl::Status EngineSession::Start(PagePool* hbm) {
   parts.metrics = &metrics_;
   parts.clock = RealClock();
   parts.trace = options_.trace;
+  parts.drafter = options_.drafter;
+  options.draft_tokens = static_cast<uint32_t>(options_.draft_tokens);
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
   thread_ = std::make_unique<EngineThread>(engine_.get());
   if (options_.contexts == nullptr) {
@@ -75,12 +77,13 @@ absl::Status EngineSession::Start(PagePool* hbm) {
 }
 
 absl::StatusOr<std::string> EngineSession::HandOver(const Context* given, int new_tokens,
-                                                    ContextReader& reader) {
+                                                    ContextReader& reader, int32_t last) {
   Manifest manifest;
   manifest.model_fingerprint = model_->fingerprint();
   manifest.context_length = static_cast<uint32_t>(
       given == nullptr ? options_.context : static_cast<int>(given->tokens.size()));
   manifest.prompt_token_ids.assign(manifest.context_length, 1);
+  manifest.prompt_token_ids.back() = static_cast<uint32_t>(last);
   if (given != nullptr) {
     manifest.prompt_token_ids.assign(given->tokens.begin(), given->tokens.end());
   }

@@ -86,9 +86,10 @@ class EngineSession {
                                                                AttentionPolicy* policy);
 
   // Hands over a context, or one of options.context tokens without computed caches if `given` is
-  // null, that will grow by `new_tokens`; commits it and returns its id. RESOURCE_EXHAUSTED: DRAM
-  // has no room for it now.
-  absl::StatusOr<std::string> HandOver(const Context* given, int new_tokens, ContextReader& reader);
+  // null, that will grow by `new_tokens`; commits it and returns its id. `last` is the last token
+  // of a prompt that is not given. RESOURCE_EXHAUSTED: DRAM has no room for it now.
+  absl::StatusOr<std::string> HandOver(const Context* given, int new_tokens, ContextReader& reader,
+                                       int32_t last = 1);
   // Calls hand_over(0) to hand_over(count - 1) on several threads, as peers would: contexts of
   // gigabytes then arrive in seconds. Returns the first error.
   absl::Status HandOverAll(size_t count,

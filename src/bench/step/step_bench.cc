@@ -1,5 +1,6 @@
 // sluice-bench step: times decode steps of a whole model beside the floor that memory sets, and a
-// prefill beside the rate of its matrix products.
+// prefill beside the rate of its matrix products; or the engine with drafts beside the engine
+// without (speculation_run.h).
 //
 // The floor of a step is the weights once and every sequence's cache once, over the rate at which
 // the device reads that many bytes again and again (on the CPU as many threads do), measured
@@ -24,6 +25,8 @@
 #include "src/bench/harness/step_trace.h"
 #include "src/bench/operators/timed_operator.h"
 #include "src/bench/report/subcommand.h"
+#include "src/bench/step/speculation_report.h"
+#include "src/bench/step/speculation_run.h"
 #include "src/bench/trace/chrome_trace.h"
 #include "src/bench/trace/trace_summary.h"
 #include "src/bench/workload/random_caches.h"
@@ -45,12 +48,21 @@ caches once, at the rate at which the device reads as many bytes over and over),
 is reached, and the same against a rate over 512 MiB, of which a CPU's L3 keeps little: that share can exceed
 100 %. The last columns are a step of the real engine over the same batch, and the host's share of it: the
 part that is not kernels.
+
+With --speculation-tokens N it compares the engine with itself instead. It decodes the sequences without
+drafts, greedily, and then again from the same caches with N drafts a step, each of which is the token that
+the first run chose with probability --acceptance and a wrong one otherwise: drafts by stated probability, not
+by a model. The columns are the tokens/s of all sequences in both runs and their ratio, the time of a step
+in both, the tokens that a step with drafts gave a sequence and what the probability gives, and the share of
+drafts accepted, of those whose earlier drafts in the step were. The exit status is 1 if any token differs.
 )";
 constexpr char kExamples[] =
     R"(  sluice-bench step --model models/smollm2-135m-instruct --batches 1 --contexts 64,2048
   sluice-bench step --model models/smollm2-135m-instruct --prefill 0 --json step.json
   sluice-bench step --model models/smollm2-135m-instruct --batches 8 --contexts 512 --trace step-trace.json
   sluice-bench step --device cuda --model configs/models/qwen3-8b --dummy --batches 1,8,32 --contexts 8192
+  sluice-bench step --model models/smollm2-135m-instruct --dummy --batches 1,8 --contexts 512 \
+      --speculation-tokens 3 --acceptance 0.7
 )";
 
 constexpr size_t kColdBytes = size_t{512} << 20;
@@ -62,6 +74,8 @@ struct Options {
   std::string device = "cpu", model, kernels = "auto", context_fill = "random", json, trace;
   bool dummy = false, no_engine = false;
   int64_t threads = 0, steps = 40, prefill = 1024, chunk = 512, trace_steps = 0;
+  int64_t speculation_tokens = 0;
+  double acceptance = 0.7;
   std::vector<int64_t> contexts = {64, 512, 2048}, batches = {1, 8, 32};
 };
 
@@ -81,6 +95,7 @@ class StepBench {
     shape.emplace_back("weight_bytes", absl::StrCat(weight_bytes()));
     report_.shape.insert(report_.shape.begin(), shape.begin(), shape.end());
     out_.Print(Preamble(report_));
+    if (options_.speculation_tokens > 0) return RunSpeculations();
     if (!options_.batches.empty()) {
       out_.Print(absl::StrFormat("\n%6s %8s %12s %17s %10s %10s %9s %9s %10s %9s\n", "batch",
                                  "context", "ms a step", "10th-90th", "tokens/s", "floor ms",
@@ -120,8 +135,8 @@ class StepBench {
     model.directory = options_.model;
     model.load_format = options_.dummy ? "dummy" : "auto";
     model.max_context = max_context_;
-    model.max_rows = std::max(max_batch_ + 1, static_cast<int>(options_.chunk));
-    model.max_logits = max_batch_;
+    model.max_logits = max_batch_ * static_cast<int>(1 + options_.speculation_tokens);
+    model.max_rows = std::max(model.max_logits + 1, static_cast<int>(options_.chunk));
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, device_));
     const int64_t bytes =
         (model_->cache_layout().BytesFor(max_context_) + 4096) * max_batch_ + 8192;
@@ -252,6 +267,29 @@ class StepBench {
     return absl::OkStatus();
   }
 
+  SpeculationOptions Speculation(int64_t batch, int64_t context) const {
+    return {EngineOptions(static_cast<int>(batch), static_cast<int>(context)),
+            static_cast<int>(options_.speculation_tokens), options_.acceptance};
+  }
+
+  absl::StatusOr<int> RunSpeculations() {
+    out_.Print(SpeculationHeader(Speculation(1, 1)));
+    for (const int64_t batch : options_.batches) {
+      for (const int64_t context : options_.contexts) {
+        const SpeculationOptions run = Speculation(batch, context);
+        SLUICE_ASSIGN_OR_RETURN(
+            const SpeculationResult result,
+            RunSpeculation(run, max_batch_, device_, model_.get(), pool_.get(), policy_.get()));
+        out_.Print(SpeculationLine(run, result));
+        for (Figure& figure : SpeculationFigures(run, result)) {
+          report_.figures.push_back(std::move(figure));
+        }
+      }
+    }
+    out_.Print("all tokens with drafts are those without\n");
+    return out_.Finish(report_);
+  }
+
   // Runs the same batch once more in the engine, under a trace.
   absl::Status Trace(int batch, int context) {
     EngineRunOptions run = EngineOptions(batch, context);
@@ -365,6 +403,10 @@ int RunStepBench(const Invocation& invocation) {
   flags.Choice("context-fill", {"random", "zeros"},
                "content of the contexts' caches, which no prefill computes", &o.context_fill);
   flags.Integer("steps", "measured steps of each figure", 4, 1'000'000, &o.steps);
+  flags.Integer("speculation-tokens",
+                "compare the engine without drafts and with so many in a step; 0: time steps", 0,
+                kernels::kMaxNewTokens - 1, &o.speculation_tokens);
+  flags.Number("acceptance", "probability of each draft to be right", 0, 1, &o.acceptance);
   flags.Switch("no-engine", "do not run the engine", &o.no_engine);
   flags.Integer("trace-steps",
                 "trace so many steps of the engine for each figure: kernels, copies, gaps, host", 0,
@@ -384,6 +426,12 @@ int RunStepBench(const Invocation& invocation) {
                   {"contexts", absl::StrJoin(o.contexts, ",")},
                   {"context_fill", o.context_fill == "random" ? "random bf16 in [-1, 1)" : "zeros"},
                   {"steps", absl::StrCat(o.steps)}};
+  if (o.speculation_tokens > 0) {
+    SpeculationOptions drafts;
+    drafts.draft_tokens = static_cast<int>(o.speculation_tokens);
+    drafts.probability = o.acceptance;
+    report.shape.emplace_back("drafts", DraftsInWords(drafts));
+  }
   const absl::StatusOr<int> status = StepBench(o, std::move(report)).Run();
   return status.ok() ? *status : Fail(status.status());
 }
