@@ -101,7 +101,7 @@ def test_steps_and_a_prefill_of_a_tiny_model(tiny_models):
 
 def test_speculation_is_measured_beside_a_run_without_and_says_what_drafts(tiny_models):
     report = report_of("step", "--model", tiny_models("tiny-llama"), "--batches", "1,3", "--contexts", "40", "--steps",
-                       "80", "--speculation-tokens", "3", "--acceptance", "0.7")
+                       "40", "--speculation-tokens", "3", "--acceptance", "0.7")
     plain, drafted = report["figures"][0], report["figures"][1]
     assert len(report["figures"]) == 4
     assert plain["name"] == "speculation, batch 1, context 40, without drafts" and plain["better"] == "higher"
@@ -112,6 +112,13 @@ def test_speculation_is_measured_beside_a_run_without_and_says_what_drafts(tiny_
         more = one["more"]
         assert abs(more["acceptance"] - 0.7) < 0.15 and 2 < more["tokens_per_step"] < 3.2
         assert more["stated_acceptance"] == 0.7 and more["ratio"] > 0
+
+
+def test_speculation_is_measured_where_a_step_gives_more_tokens_than_there_are_steps(tiny_models):
+    report = report_of("step", "--model", tiny_models("tiny-llama"), "--batches", "2", "--contexts", "40", "--steps", "4",
+                       "--speculation-tokens", "8", "--acceptance", "1")
+    assert report["figures"][1]["more"]["acceptance"] == 1
+    assert report["figures"][1]["more"]["tokens_per_step"] == 9
 
 
 def test_auto_runs_beside_the_policies_that_it_chooses_from(tiny_models):

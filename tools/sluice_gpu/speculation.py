@@ -22,18 +22,18 @@ class SpeculationRun:
     batches: tuple[int, ...]  # The largest may be lowered to what the HBM of this machine's GPU holds.
     drafts: int = 3
     acceptance: float = 0.7
-    steps: int = 160
+    steps: int = 64
     model: str = LLAMA
     quality = False
 
     def quickly(self) -> "SpeculationRun":
         """Returns a run with the same drafts that takes seconds on any device."""
-        return replace(self, model=SMALL, context=512, batches=(1, 4), steps=40)
+        return replace(self, model=SMALL, context=512, batches=(1, 4), steps=8)
 
     def fitting(self, model: Path, hbm_mib: float) -> list[int]:
         """Returns the batches that fit HBM; one that does not becomes the largest that does."""
         # The bench keeps room for each sequence's drafted tokens too.
-        sequence = (self.context + 2 * self.steps) * token_bytes(model)
+        sequence = (self.context + 2 * self.steps * (1 + self.drafts)) * token_bytes(model)
         most = max(int((hbm_mib * (1 << 20) - BESIDE_CACHES) // sequence), 1)
         return sorted({min(batch, most) for batch in self.batches})
 

@@ -50,6 +50,7 @@ absl::StatusOr<SpeculationResult> RunSpeculation(const SpeculationOptions& optio
                                                  Device* device, Model* model, PagePool* hbm,
                                                  AttentionPolicy* policy) {
   EngineRunOptions run = options.run;
+  SLUICE_CHECK(run.steps > options.draft_tokens);
   const CacheLayout& layout = model->cache_layout();
   SLUICE_ASSIGN_OR_RETURN(
       Buffer memory, device->Allocate(MemoryKind::kPinned,

@@ -36,7 +36,9 @@ struct SpeculationResult {
 };
 
 struct SpeculationOptions {
-  EngineRunOptions run;  // Its drafter, callbacks and DRAM are ignored.
+  // Its drafter, callbacks and DRAM are ignored. A window has `steps` tokens of a sequence; those
+  // are 1 + draft_tokens at least, so that a window has a step.
+  EngineRunOptions run;
   int draft_tokens = 3;
   double probability = 0.7;
 };

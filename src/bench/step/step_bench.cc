@@ -199,9 +199,11 @@ class StepBench {
     for (int b = 0; b < 2; ++b) batch_->event(b).Wait();
   }
 
+  // A step with drafts gives several tokens of a sequence, by which the engine's windows count.
   EngineRunOptions EngineOptions(int batch, int context) const {
-    return {batch, context, kRounds,
-            static_cast<int>(std::max<int64_t>(options_.steps / kRounds, 1)), random_context()};
+    const int64_t steps = std::max<int64_t>(options_.steps / kRounds, 1);
+    return {batch, context, kRounds, static_cast<int>(steps * (1 + options_.speculation_tokens)),
+            random_context()};
   }
 
   // Adds the engine's measurements of the same steps to the figure, and returns the end of its
