@@ -21,7 +21,7 @@ struct FluxionSample {
 
 struct PredictorTrainingOptions {
   FluxionPredictor::Form form = FluxionPredictor::Form::kFour;
-  double quantile = 0.6;  // of the pinball loss: the share of heads whose budget is to suffice
+  double quantile = 0.75;  // of the pinball loss: the share of heads whose budget is to suffice
   int epochs = 8;
   int batch = 256;
   double rate = 1e-3;              // Adam's at the start; it falls to 0 along a cosine
