@@ -32,12 +32,12 @@ struct FinishInfo {
   uint32_t exact_tokens = 0;
   uint32_t drafted_tokens = 0;   // drafts that steps verified (src/engine/drafter.h)
   uint32_t accepted_tokens = 0;  // those of them that became output tokens
-  std::string transfer_id;     // empty if nothing was handed over
-  std::string sequence_id;     // the kept sequence; empty if it is not kept
-  SourceRef source;            // where its prompt is held; empty if it is not
-  absl::Duration queued;       // time between being ready and joining the batch
-  absl::Duration first_token;  // time since its arrival; zero if there was none
-  absl::Duration total;        // time since its arrival
+  std::string transfer_id;       // empty if nothing was handed over
+  std::string sequence_id;       // the kept sequence; empty if it is not kept
+  SourceRef source;              // where its prompt is held; empty if it is not
+  absl::Duration queued;         // time between being ready and joining the batch
+  absl::Duration first_token;    // time since its arrival; zero if there was none
+  absl::Duration total;          // time since its arrival
 };
 
 // The engine's side, called on the engine's thread only.

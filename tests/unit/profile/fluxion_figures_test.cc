@@ -105,7 +105,8 @@ TEST_CASE("a head that keeps a share of its scores keeps the fewest tokens that 
   const HeadCache cache = {head.k.data(), head.v.data(), kDim};
   const UnitDigests digests(cache, tokens, true);
   const FluxionSegments of = kernels::SegmentsOf(static_cast<int32_t>(tokens - 1));
-  const GroupAttention attention(cache, digests, QueryAt(captured, tokens - 1, group, 0), group, of);
+  const GroupAttention attention(cache, digests, QueryAt(captured, tokens - 1, group, 0), group,
+                                 of);
   const std::vector<double> shares = {0.3, 0.8, 0.95, 0.99};
   for (int64_t g = 0; g < group; ++g) {
     const float* const q = QueryAt(captured, tokens - 1, group, g);
