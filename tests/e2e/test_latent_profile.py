@@ -95,7 +95,7 @@ def test_ess_takes_its_schedules_from_its_profile_and_then_from_what_it_sees(tin
     node = start("sluice-server", model, *flags, "--local-prefill", "always")
     got = twelve_at_once(node)
     assert all(len(ids) == 400 for ids in got)
-    # The node looks at what it sees while steps of so many rows go on, which a busy machine may make few.
+    # The node looks at what it sees every so many steps. Once, on a busy machine, one round brought no change yet.
     for _ in range(5):
         found = Scrape(node)
         if found.get("sluice_ess_schedule_changes_total") >= 1:

@@ -1,4 +1,4 @@
-// What the bench of speculation says of its two runs: lines of a table, and figures of a report.
+// The two runs of the bench of speculation as lines of a table and as figures of a report.
 #pragma once
 
 #include <string>

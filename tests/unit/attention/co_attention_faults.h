@@ -4,12 +4,14 @@
 
 #include <atomic>
 #include <catch2/catch.hpp>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "kernels/kernel_table.h"
+#include "src/device/sim/sim_device.h"
 #include "tests/support/device.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/co_attention_world.h"
@@ -87,6 +89,61 @@ inline std::vector<int> GroupOf(int slot, const Shape& shape, int groups) {
   std::vector<int> out;
   for (int s = slot % groups; s < shape.slots; s += groups) out.push_back(s);
   return out;
+}
+
+// Records steps of several sizes, and runs them in turn. The host gets ahead of the stream at last.
+inline void ReplaySteps(World& world, Device& device, double tolerance) {
+  std::vector<std::unique_ptr<Program>> programs;
+  const int buckets[] = {2, 5, 8};
+  for (const int rows : buckets) {
+    programs.push_back(
+        *device.Record(*world.stream, [&world, rows](Stream& s) { world.Enqueue(s, rows); }));
+  }
+  for (int step = 0; step < 60; ++step) {
+    const auto bucket = static_cast<size_t>(step) % std::size(buckets);
+    world.Draw(buckets[bucket]);
+    programs[bucket]->Run(*world.stream);
+    world.Wait();
+    world.Check(buckets[bucket], tolerance);
+  }
+  for (int step = 0; step < 30; ++step) programs[2]->Run(*world.stream);
+  world.Wait();
+  CHECK(world.Failed().empty());
+}
+
+// Sequences that failed, and those that were checked.
+struct FaultCounts {
+  int failed = 0, checked = 0;
+};
+
+// Runs `steps` steps for each of `seeds` seeds on the simulated device, whose workers fail, are
+// late or leave in three seeds of four. Lost sequences come back.
+inline FaultCounts SimulateFaults(Shape shape, int seeds, int steps) {
+  const KernelTable& table = *kernels::FindKernelTable("portable");
+  shape.deadline = absl::Milliseconds(1);
+  FaultCounts counts;
+  for (uint64_t seed = TestSeed(), end = seed + static_cast<uint64_t>(seeds); seed < end; ++seed) {
+    SimClock clock;
+    SimDeviceOptions options;
+    options.kernels = &table;
+    options.seed = seed;
+    if (seed % 4 == 1) options.worker_failures = 0.02;
+    if (seed % 4 == 2) options.late_workers = 0.02;
+    if (seed % 4 == 3) options.leaving_workers = 0.002;
+    const auto device = NewSimDevice(options, &clock);
+    World world(*device, table, shape, seed);
+    for (int step = 0; step < steps; ++step) {
+      world.Draw(8);
+      world.Step(8);
+      world.Check(8, 1e-4);
+      const auto lost = world.Failed();
+      counts.failed += static_cast<int>(lost.size());
+      counts.checked += shape.slots - static_cast<int>(lost.size());
+      if (seed % 4 == 0) REQUIRE(lost.empty());
+      for (int slot : lost) world.co_attention->workers().Join(slot);
+    }
+  }
+  return counts;
 }
 
 }  // namespace sluice::co_attention

@@ -3,7 +3,6 @@
 
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
-#include "src/device/sim/sim_device.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/co_attention_faults.h"
 #include "tests/unit/attention/co_attention_world.h"
@@ -63,22 +62,7 @@ SLUICE_TEST_ON_EVERY_PATH("lists that workers make are attended to as those of t
 void Replays(Device& device, const KernelTable& table) {
   for (const int pullers : {0, 3}) {
     World world(device, table, Made(pullers), TestSeed());
-    std::vector<std::unique_ptr<Program>> programs;
-    const int buckets[] = {2, 5, 8};
-    for (const int rows : buckets) {
-      programs.push_back(
-          *device.Record(*world.stream, [&world, rows](Stream& s) { world.Enqueue(s, rows); }));
-    }
-    for (int step = 0; step < 60; ++step) {
-      const auto bucket = static_cast<size_t>(step) % std::size(buckets);
-      world.Draw(buckets[bucket]);
-      programs[bucket]->Run(*world.stream);
-      world.Wait();
-      world.Check(buckets[bucket], ToleranceOf(table));
-    }
-    for (int step = 0; step < 30; ++step) programs[2]->Run(*world.stream);
-    world.Wait();
-    CHECK(world.Failed().empty());
+    ReplaySteps(world, device, ToleranceOf(table));
   }
 }
 SLUICE_TEST_ON_EVERY_PATH("recorded steps make lists round after round", Replays)
@@ -236,34 +220,9 @@ SLUICE_TEST_ON_EVERY_PATH("a worker that dies over a list ends its group's seque
 #endif
 
 TEST_CASE("on the simulated device every fault leaves lists of other sequences right") {
-  const KernelTable& table = *kernels::FindKernelTable("portable");
-  const uint64_t first = TestSeed();
-  int failed = 0, checked = 0;
-  for (uint64_t seed = first; seed < first + 40; ++seed) {
-    SimClock clock;
-    SimDeviceOptions options;
-    options.kernels = &table;
-    options.seed = seed;
-    if (seed % 4 == 1) options.worker_failures = 0.02;
-    if (seed % 4 == 2) options.late_workers = 0.02;
-    if (seed % 4 == 3) options.leaving_workers = 0.002;
-    const auto device = NewSimDevice(options, &clock);
-    Shape shape = Made();
-    shape.deadline = absl::Milliseconds(1);
-    World world(*device, table, shape, seed);
-    for (int step = 0; step < 20; ++step) {
-      world.Draw(8);
-      world.Step(8);
-      world.Check(8, 1e-4);
-      const auto lost = world.Failed();
-      failed += static_cast<int>(lost.size());
-      checked += shape.slots - static_cast<int>(lost.size());
-      if (seed % 4 == 0) REQUIRE(lost.empty());
-      for (int slot : lost) world.co_attention->workers().Join(slot);
-    }
-  }
-  CHECK(failed > 30);
-  CHECK(checked > 40 * 20 * 3);
+  const FaultCounts counts = SimulateFaults(Made(), 40, 20);
+  CHECK(counts.failed > 30);
+  CHECK(counts.checked > 40 * 20 * 3);
 }
 
 }  // namespace

@@ -62,23 +62,7 @@ SLUICE_TEST_ON_EVERY_PATH("the device and the workers attend to each part of ran
 // The numbers of asks go on from program to program.
 void Replays(Device& device, const KernelTable& table) {
   World world(device, table, Pulled(), TestSeed());
-  std::vector<std::unique_ptr<Program>> programs;
-  const int buckets[] = {2, 5, 8};
-  for (const int rows : buckets) {
-    programs.push_back(
-        *device.Record(*world.stream, [&world, rows](Stream& s) { world.Enqueue(s, rows); }));
-  }
-  for (int step = 0; step < 60; ++step) {
-    const auto bucket = static_cast<size_t>(step) % std::size(buckets);
-    world.Draw(buckets[bucket]);
-    programs[bucket]->Run(*world.stream);
-    world.Wait();
-    world.Check(buckets[bucket], ToleranceOf(table));
-  }
-  // The host gets ahead of the stream.
-  for (int step = 0; step < 30; ++step) programs[2]->Run(*world.stream);
-  world.Wait();
-  CHECK(world.Failed().empty());
+  ReplaySteps(world, device, ToleranceOf(table));
 }
 SLUICE_TEST_ON_EVERY_PATH("recorded steps pull round after round", Replays)
 

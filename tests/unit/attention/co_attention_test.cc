@@ -5,7 +5,6 @@
 #include "src/attention/offload/worker_share.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
-#include "src/device/sim/sim_device.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/co_attention_faults.h"
 #include "tests/unit/attention/co_attention_world.h"
@@ -322,34 +321,9 @@ TEST_CASE("the workers of a group divide lists by the tokens that a source says,
 }
 
 TEST_CASE("on the simulated device every fault leaves the other sequences right, to the bit") {
-  const KernelTable& table = *kernels::FindKernelTable("portable");
-  const uint64_t first = TestSeed();
-  int failed = 0, checked = 0;
-  for (uint64_t seed = first; seed < first + 60; ++seed) {
-    SimClock clock;
-    SimDeviceOptions options;
-    options.kernels = &table;
-    options.seed = seed;
-    if (seed % 4 == 1) options.worker_failures = 0.02;
-    if (seed % 4 == 2) options.late_workers = 0.02;
-    if (seed % 4 == 3) options.leaving_workers = 0.002;
-    const auto device = NewSimDevice(options, &clock);
-    Shape shape;
-    shape.deadline = absl::Milliseconds(1);
-    World world(*device, table, shape, seed);
-    for (int step = 0; step < 30; ++step) {
-      world.Draw(8);
-      world.Step(8);
-      world.Check(8, 1e-4);
-      const auto lost = world.Failed();
-      failed += static_cast<int>(lost.size());
-      checked += shape.slots - static_cast<int>(lost.size());
-      if (seed % 4 == 0) REQUIRE(lost.empty());
-      for (int slot : lost) world.co_attention->workers().Join(slot);
-    }
-  }
-  CHECK(failed > 100);
-  CHECK(checked > 60 * 30 * 3);
+  const FaultCounts counts = SimulateFaults(Shape(), 60, 30);
+  CHECK(counts.failed > 100);
+  CHECK(counts.checked > 60 * 30 * 3);
 }
 
 }  // namespace
