@@ -8,6 +8,7 @@
 
 #include "kernels/fp8.h"
 #include "tests/support/device.h"
+#include "tests/support/or_fail.h"
 
 namespace sluice::testing {
 namespace {
@@ -15,13 +16,6 @@ namespace {
 constexpr int kMaxRows = 256;
 constexpr int kMaxContext = 256;
 constexpr int kBlockTokens = 32;
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(std::string(value.status().ToString()));
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
 
 // Returns golden values, which are bf16, as float32.
 std::vector<float> Wide(const std::vector<uint16_t>& values, size_t row, size_t dim) {

@@ -7,6 +7,7 @@
 #include "src/attention/policy_factory.h"
 #include "src/model/policy_model.h"
 #include "tests/support/device.h"
+#include "tests/support/or_fail.h"
 
 namespace sluice::testing {
 namespace {
@@ -14,13 +15,6 @@ namespace {
 constexpr int kMaxRows = 512;
 constexpr int kMaxContext = 1024;
 constexpr size_t kPoolBytes = size_t{32} << 20;
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(std::string(value.status().ToString()));
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
 
 }  // namespace
 

@@ -10,18 +10,10 @@
 #include "src/model/policy_model.h"
 #include "tests/support/device.h"
 #include "tests/support/eventually.h"
+#include "tests/support/or_fail.h"
 
 namespace sluice::testing {
-namespace {
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(std::string(value.status().ToString()));
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
-
-}  // namespace
+namespace {}  // namespace
 
 Node::Node(const NodeOptions& o) {
   device_ = OrFail(TestDevice(o.kernels, o.threads, o.row_bucket));

@@ -12,19 +12,13 @@
 #include "src/base/rng.h"
 #include "src/device/kernel_set.h"
 #include "tests/support/device.h"
+#include "tests/support/or_fail.h"
 
 namespace sluice::testing {
 namespace {
 
 constexpr int kMaxPromptRows = 64;
 constexpr float kEpsilon = 1e-6f;
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(std::string(value.status().ToString()));
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
 
 std::vector<float> Random(uint64_t seed, int count) {
   SplitMix64 random(seed * 0x9E3779B97F4A7C15ull + 12345);

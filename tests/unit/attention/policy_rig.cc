@@ -11,19 +11,13 @@
 #include "src/base/rng.h"
 #include "src/kv/sequence_cache.h"
 #include "tests/support/device.h"
+#include "tests/support/or_fail.h"
 #include "tests/test_main.h"
 
 namespace sluice::testing {
 namespace {
 
 constexpr int64_t kLeastPoolBytes = int64_t{8} << 20;
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(std::string(value.status().ToString()));
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
 
 // The device's steps may be padded further than the CPU device's are.
 int64_t MaxRows(const PolicyRig::Shape& shape, const Device& device) {

@@ -13,16 +13,10 @@
 #include "src/bench/harness/policy_run.h"
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/or_fail.h"
 
 namespace sluice::bench {
 namespace {
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(std::string(value.status().ToString()));
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
 
 std::unique_ptr<Model> LatentModel(Device* device, int slots) {
   Model::Options options;

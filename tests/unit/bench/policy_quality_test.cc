@@ -12,18 +12,12 @@
 #include "src/bench/workload/dictation.h"
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/or_fail.h"
 
 namespace sluice::bench {
 namespace {
 
 constexpr int kContext = 384;
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(std::string(value.status().ToString()));
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
 
 // Kernels that round to bf16 in their products (AMX) would hide small differences.
 constexpr char kKernels[] = "portable";

@@ -10,16 +10,10 @@
 #include "src/bench/step/speculation_run.h"
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/or_fail.h"
 
 namespace sluice::bench {
 namespace {
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(std::string(value.status().ToString()));
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
 
 TEST_CASE("a draft is the known token as often as stated, and another token otherwise") {
   constexpr size_t kTokens = 4000;

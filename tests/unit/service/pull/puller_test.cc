@@ -19,6 +19,7 @@
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/ingest/ingest_service.h"
 #include "src/service/pull/source_service.h"
+#include "tests/support/or_fail.h"
 
 namespace sluice {
 namespace {
@@ -52,13 +53,6 @@ class FakePrefiller : public Prefiller {
     return PrefillResult();
   }
 };
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(value.status().ToString());
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
 
 // A source, and the reading side of a decode node.
 struct Pair {

@@ -18,6 +18,7 @@
 #include "src/base/dtype.h"
 #include "src/device/kernel_set.h"
 #include "src/kv/sequence_cache.h"
+#include "tests/support/or_fail.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/constant_predictor.h"
 #include "tests/unit/attention/policy_rig.h"
@@ -27,13 +28,6 @@ namespace {
 
 using testing::ConstantPredictor;
 using testing::PolicyRig;
-
-template <typename T>
-T OrFail(absl::StatusOr<T> value) {
-  INFO(std::string(value.status().ToString()));
-  REQUIRE(value.ok());
-  return *std::move(value);
-}
 
 // What a layer's table has for a slot.
 using Numbers = std::vector<float>;
