@@ -256,7 +256,9 @@ void TestQueries(const KernelTable& path, Random& random) {
           }
         }
       }
-      CHECK(undecided * 200 <= int64_t{rows} * heads * bits);
+      // One sum in some thousands lies so near a half. The few of chance are allowed for, since
+      // the smallest case has 128 sums.
+      CHECK(undecided <= 4 + int64_t{rows} * heads * bits / 200);
       // A row has the code alone that it has among others.
       p.rows = 1;
       p.slots = slots.data() + 3;
