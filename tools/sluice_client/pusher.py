@@ -16,47 +16,20 @@ the arrays again may be given instead.
 One thread uses a Pusher; its streams have threads of their own.
 """
 
-import queue
-import threading
 import time
-from dataclasses import dataclass
 from typing import Callable
 
-import google_crc32c
 import grpc
 import numpy as np
 
 from sluice.v1 import admin_pb2, admin_pb2_grpc, common_pb2, ingest_pb2, ingest_pb2_grpc
 from sluice_client import latent as latent_form
 from sluice_client import layout, rpc
-from sluice_client.errors import ToolError
+from sluice_client.push_streams import MAX_RESUMES, Chunk, PushError, PushStream, pause_s, resumable
 
 # Payload of one message: large enough that a message costs little, small enough to overlap.
 _CHUNK_BYTES = 1 << 20
-# Maximum number of chunks that wait for a stream, 4 MiB.
-_QUEUE_CHUNKS = 4
 _CALL_TIMEOUT_S = 30.0
-# The node is taken to be stuck after so long without progress.
-_STALL_TIMEOUT_S = 60.0
-_MAX_RESUMES = 5
-# Pause before the first resume. Each later pause is twice as long, so that a node has 3 s in all to come back.
-_FIRST_PAUSE_S = 0.1
-_RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL,
-              grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
-
-
-def _resumable(error: grpc.RpcError) -> bool:
-    """Returns whether sending again may help.
-
-    ABORTED with BLOCK_BUSY says that the last chunk of a broken stream is still landing, until the node notices.
-    """
-    return error.code() is grpc.StatusCode.ABORTED or error.code() in _RESUMABLE
-
-
-def _pause_s(resume: int) -> float:
-    """Returns the pause before resume number 0, 1, ..."""
-    return _FIRST_PAUSE_S * 2 ** resume
-
 
 Array = np.ndarray | Callable[[], np.ndarray]
 
@@ -66,147 +39,24 @@ def _made(arrays: tuple[Array, ...]) -> list[np.ndarray]:
     return [a() if callable(a) else a for a in arrays]
 
 
-class PushError(ToolError):
-    """A push that failed for good. `rpc_error` is the server's answer, if it gave one."""
-
-    def __init__(self, message: str, rpc_error: grpc.RpcError | None = None):
-        super().__init__(message)
-        self.rpc_error = rpc_error
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A chunk, and how to make its bytes now and again."""
-
-    layer: int
-    kind: str
-    heads: tuple[int, int]
-    tokens: tuple[int, int]
-    payload: Callable[[], bytes]
-
-    def message(self, transfer_id: str) -> ingest_pb2.WriteRequest:
-        payload = self.payload()
-        header = ingest_pb2.ChunkHeader(
-            transfer_id=transfer_id, layer=self.layer, kind=self.kind,
-            head_begin=self.heads[0], head_end=self.heads[1],
-            token_begin=self.tokens[0], token_end=self.tokens[1],
-            crc32c=google_crc32c.value(payload))
-        return ingest_pb2.WriteRequest(header=header, payload=payload)
-
-    def meets(self, r: ingest_pb2.BlockRange) -> bool:
-        return (self.layer == r.layer and self.kind == r.kind
-                and self.heads[0] < r.head_end and r.head_begin < self.heads[1]
-                and self.tokens[0] < r.token_end and r.token_begin < self.tokens[1])
-
-
-class _Stream(threading.Thread):
-    """One Write stream, which is opened again when it breaks. commit() finds the chunks that it loses missing."""
-
-    def __init__(self, address: str, transfer_id: str):
-        super().__init__(daemon=True)
-        self._address = address
-        self._transfer_id = transfer_id
-        # None in the queue wakes the reader up, so that it sees _closing at once.
-        self._queue: queue.Queue[_Chunk | None] = queue.Queue(_QUEUE_CHUNKS)
-        self._closing = threading.Event()
-        self._abandoned = threading.Event()
-        # The error that ended the stream for good.
-        self.error: Exception | None = None
-        self.start()
-
-    def put(self, chunk: _Chunk) -> None:
-        """Queues a chunk, and waits for room first. Raises the error that ended the stream for good."""
-        deadline = time.monotonic() + _STALL_TIMEOUT_S
-        while self.error is None and time.monotonic() < deadline:
-            try:
-                self._queue.put(chunk, timeout=0.1)
-                return
-            except queue.Full:
-                continue
-        raise self.error or self._stalled()
-
-    def finish(self) -> None:
-        """Takes no more chunks and waits until the server has answered. Raises the error that ended the stream."""
-        self._closing.set()
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            pass  # The reader is awake then.
-        self.join(_STALL_TIMEOUT_S)
-        if self.is_alive():
-            self.abandon()
-            raise self._stalled()
-        if self.error is not None:
-            raise self.error
-
-    def abandon(self) -> None:
-        """Ends the stream at once."""
-        self._abandoned.set()
-        self.join()
-
-    def run(self) -> None:
-        failures = 0
-        with rpc.open_channel(self._address) as channel:
-            stub = ingest_pb2_grpc.KvIngestStub(channel)
-            while not self._abandoned.is_set():
-                over = threading.Event()
-                call = stub.Write.future(self._messages(over))
-                call.add_done_callback(lambda _, event=over: event.set())
-                while not over.wait(0.1):
-                    if self._abandoned.is_set():
-                        call.cancel()
-                error = None if call.cancelled() else call.exception()
-                if self.error is not None or self._abandoned.is_set():
-                    return
-                if error is not None:
-                    failures += 1
-                    if not _resumable(error) or failures > _MAX_RESUMES:
-                        self.error = PushError(rpc.explain(error, self._address), error)
-                        return
-                    self._abandoned.wait(_pause_s(failures - 1))
-                if self._closing.is_set() and self._queue.empty():
-                    return
-
-    def _messages(self, over: threading.Event):
-        """Yields the messages of the call, which a thread of gRPC's takes until the call is over."""
-        while not over.is_set():
-            closing = self._closing.is_set()
-            try:
-                chunk = self._queue.get(block=not closing, timeout=0.05)
-            except queue.Empty:
-                if closing:
-                    return
-                continue
-            if chunk is None:
-                continue
-            try:
-                message = chunk.message(self._transfer_id)
-            except Exception as error:  # the caller's own callable failed
-                self.error = error
-                raise
-            yield message
-
-    def _stalled(self) -> "PushError":
-        return PushError(f"{self._address} took nothing for {_STALL_TIMEOUT_S:g} s")
-
-
 class Pusher:
     """A transfer into the decode node at `decode_address`."""
 
-    def __init__(self, decode_address: str, streams: int = 2):
-        """Asks the node for its model. Raises PushError if it does not answer."""
+    def __init__(self, decode_address: str, streams: int = 2, model: common_pb2.ModelInfo | None = None):
+        """Asks the node for its model, unless that is given. Raises PushError if the node does not answer."""
         self.address = decode_address
         self._channel = rpc.open_channel(decode_address)
         self._ingest = ingest_pb2_grpc.KvIngestStub(self._channel)
         self._stream_count = streams
-        self._streams: list[_Stream] = []
+        self._streams: list[PushStream] = []
         self._next = 0
-        self._chunks: list[_Chunk] = []
-        self._max_chunk_bytes = _CHUNK_BYTES
+        self._chunks: list[Chunk] = []
+        self.max_chunk_bytes = _CHUNK_BYTES
         self.transfer_id = ""
         self.context_length = 0
+        self.lease_seconds = 0.0
         admin = admin_pb2_grpc.AdminStub(self._channel)
-        self.model = self._call(admin.GetModel, admin_pb2.GetModelRequest()).model
+        self.model = model or self._call(admin.GetModel, admin_pb2.GetModelRequest()).model
         self.kinds = {kind.name: kind for kind in self.model.cache_kinds}
 
     def reserve(self, prompt_ids: list[int], context_length: int | None = None,
@@ -230,10 +80,43 @@ class Pusher:
         answer = self._call(self._ingest.Reserve, request)
         self.transfer_id = answer.transfer_id
         self.context_length = context_length
-        self._max_chunk_bytes = min(_CHUNK_BYTES, answer.max_chunk_bytes or _CHUNK_BYTES)
+        self.max_chunk_bytes = min(_CHUNK_BYTES, answer.max_chunk_bytes or _CHUNK_BYTES)
+        self.lease_seconds = answer.lease.ToNanoseconds() * 1e-9
         self.hint_tokens = answer.hint_tokens
         self.hint_queries = answer.hint_queries
         return self.transfer_id
+
+    def attach(self, transfer_id: str, context_length: int, max_chunk_bytes: int = 0) -> None:
+        """Sends into a transfer that another process has reserved and commits, as each rank of a prefill node does.
+
+        settle() then stands in place of commit(). `max_chunk_bytes` is that of the reservation; 0: the default.
+        """
+        self.transfer_id = transfer_id
+        self.context_length = context_length
+        self.max_chunk_bytes = min(_CHUNK_BYTES, max_chunk_bytes or _CHUNK_BYTES)
+
+    def settle(self) -> None:
+        """Waits until all chunks that were written here have landed, and sends lost ones again; then detaches."""
+        for attempt in range(MAX_RESUMES):
+            self._finish_streams()
+            missing = self.transfer().missing.ranges
+            again = [c for c in self._chunks if any(c.meets(r) for r in missing)]
+            if not again:
+                self.transfer_id = ""
+                self._chunks.clear()
+                return
+            time.sleep(pause_s(attempt))
+            for chunk in again:
+                self._post(chunk)
+        raise PushError(f"{self.address}: {len(again)} chunks have not landed after {MAX_RESUMES} attempts")
+
+    def abandon(self) -> None:
+        """Stops sending at once and detaches. The transfer itself goes on, or ends by another's abort or its lease."""
+        for stream in self._streams:
+            stream.abandon()
+        self._streams.clear()
+        self._chunks.clear()
+        self.transfer_id = ""
 
     def write_layer(self, layer: int, k: Array, v: Array, token_begin: int = 0,
                     head_begin: int = 0, kind: str = "kv") -> None:
@@ -293,8 +176,13 @@ class Pusher:
     def write_chunk(self, layer: int, kind: str, heads: tuple[int, int], tokens: tuple[int, int],
                     payload: bytes | Callable[[], bytes]) -> None:
         """Sends one chunk of any cache kind in the layout of the host KV cache. The ranges are half open."""
-        self._send(_Chunk(layer, kind, heads, tokens,
+        self._send(Chunk(layer, kind, heads, tokens,
                           payload if callable(payload) else lambda: payload))
+
+    def chunk_tokens(self, kind: common_pb2.CacheKind, heads: int) -> int:
+        """Returns how many tokens a chunk of so many heads has: whole blocks, at least one."""
+        blocks = self.max_chunk_bytes // layout.payload_bytes(kind, heads, kind.block_tokens)
+        return max(1, blocks) * kind.block_tokens
 
     def commit(self, first_tokens: list[int | common_pb2.Token] = (),
                hints: ingest_pb2.Hints | None = None) -> str:
@@ -307,7 +195,7 @@ class Pusher:
         for token in first_tokens:
             request.first_tokens.append(
                 token if isinstance(token, common_pb2.Token) else common_pb2.Token(id=token))
-        for attempt in range(_MAX_RESUMES):
+        for attempt in range(MAX_RESUMES):
             self._finish_streams()
             try:
                 self._ingest.Commit(request, timeout=_CALL_TIMEOUT_S)
@@ -316,14 +204,14 @@ class Pusher:
                 return transfer_id
             except grpc.RpcError as error:
                 # Commit is idempotent: a broken connection may have lost only the answer.
-                if _resumable(error):
+                if resumable(error):
                     last = error
-                    time.sleep(_pause_s(attempt))
+                    time.sleep(pause_s(attempt))
                     continue
                 if "MissingBlocks" not in rpc.details_of(error) or not self._send_missing(error):
                     raise PushError(rpc.explain(error, self.address), error) from error
                 last = error
-        raise PushError(f"{rpc.explain(last, self.address)} (after {_MAX_RESUMES} attempts)", last)
+        raise PushError(f"{rpc.explain(last, self.address)} (after {MAX_RESUMES} attempts)", last)
 
     def transfer(self) -> ingest_pb2.GetTransferResponse:
         """Returns which blocks have landed."""
@@ -332,13 +220,10 @@ class Pusher:
 
     def abort(self, reason: str = "aborted by the prefill node") -> None:
         """Gives the transfer up and its memory back. It does nothing after commit()."""
-        for stream in self._streams:
-            stream.abandon()
-        self._streams.clear()
-        if self.transfer_id:
-            request = ingest_pb2.AbortRequest(transfer_id=self.transfer_id, reason=reason[:256])
-            self.transfer_id = ""
-            self._call(self._ingest.Abort, request)
+        transfer_id = self.transfer_id
+        self.abandon()
+        if transfer_id:
+            self._call(self._ingest.Abort, ingest_pb2.AbortRequest(transfer_id=transfer_id, reason=reason[:256]))
 
     def close(self) -> None:
         """Closes the connection. A transfer that is still open ends with its lease."""
@@ -363,14 +248,14 @@ class Pusher:
         """Sends the arrays of `sources`, cut into chunks."""
         if any(callable(a) for a in sources):
             arrays = None  # The callables make them again, so that nothing is kept.
-        step = self._chunk_tokens(kind, heads[1] - heads[0])
+        step = self.chunk_tokens(kind, heads[1] - heads[0])
         for begin in range(0, tokens, step):
             end = min(begin + step, tokens)
 
             def payload(begin=begin, end=end, arrays=arrays):
                 return layout.pack(kind, to_parts(kind, *(a[begin:end] for a in arrays or _made(sources))))
 
-            self._send(_Chunk(layer, kind.name, heads, (token_begin + begin, token_begin + end), payload))
+            self._send(Chunk(layer, kind.name, heads, (token_begin + begin, token_begin + end), payload))
 
     def _kind(self, name: str) -> common_pb2.CacheKind:
         if name not in self.kinds:
@@ -378,20 +263,15 @@ class Pusher:
                             f"{', '.join(self.kinds)}")
         return self.kinds[name]
 
-    def _chunk_tokens(self, kind: common_pb2.CacheKind, heads: int) -> int:
-        """Returns the tokens of a chunk: whole blocks, at least one."""
-        blocks = self._max_chunk_bytes // layout.payload_bytes(kind, heads, kind.block_tokens)
-        return max(1, blocks) * kind.block_tokens
-
-    def _send(self, chunk: _Chunk) -> None:
+    def _send(self, chunk: Chunk) -> None:
         if not self.transfer_id:
             raise PushError("reserve() comes before anything is written")
         self._chunks.append(chunk)
         self._post(chunk)
 
-    def _post(self, chunk: _Chunk) -> None:
+    def _post(self, chunk: Chunk) -> None:
         if len(self._streams) < self._stream_count:
-            self._streams.append(_Stream(self.address, self.transfer_id))
+            self._streams.append(PushStream(self.address, self.transfer_id))
         self._next = (self._next + 1) % len(self._streams)
         self._streams[self._next].put(chunk)
 

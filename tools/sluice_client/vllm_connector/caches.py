@@ -1,0 +1,232 @@
+"""How vLLM's caches lie, and how their bytes become those of the decode node.
+
+vLLM (0.30 and later) shows every layer's cache as [blocks, heads, tokens, content], whatever its strides; older views
+are refused. `content` is K, then V (FlashAttention, FlashInfer, Triton), or a latent entry, or an index key. The CPU
+backend's blocks are packed for its kernels: its order of elements is measured with its own operator, since it differs
+from processor to processor.
+
+Nothing here imports torch at the top, so that the layouts are tested without it: arrays of numpy will do.
+"""
+
+import re
+import threading
+from dataclasses import dataclass, field
+from typing import Callable
+
+import ml_dtypes
+import numpy as np
+
+from sluice.v1 import common_pb2
+from sluice_client import latent, layout
+from sluice_client.vllm_connector.engine import specs_of
+from sluice_client.vllm_connector.settings import CONNECTOR
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_SPLIT = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
+_CPU = "CPU_ATTN"
+_ENTRY_BYTES = 656  # of a latent entry in fp8: 512 e4m3, 4 float32 scales, 64 bfloat16
+_INDEX_DIM = 128
+_streams = threading.local()
+
+# Makes the parts [tokens, heads, bytes] of layout.pack from content [tokens, heads, elements].
+ToParts = Callable[[common_pb2.CacheKind, np.ndarray], list[np.ndarray]]
+
+
+def _on_gpu(tensor) -> bool:
+    return getattr(getattr(tensor, "device", None), "type", "cpu") == "cuda"
+
+
+def host_array(tensor) -> np.ndarray:
+    """Returns a tensor's numbers as an array; numpy has no bfloat16 and no e4m3 of its own."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    import torch  # noqa: PLC0415 - absent where the layouts are tested with numpy
+    tensor = tensor.detach().cpu()
+    for dtype, raw, numpy_type in ((torch.bfloat16, torch.int16, ml_dtypes.bfloat16),
+                                   (torch.float8_e4m3fn, torch.uint8, ml_dtypes.float8_e4m3fn)):
+        if tensor.dtype == dtype:
+            return tensor.view(raw).numpy().view(numpy_type)
+    return tensor.numpy()
+
+
+def _fetch(tensor, blocks: list[int], mark) -> np.ndarray:
+    """Returns blocks of a cache on the host. On a GPU this thread's own stream copies them, behind `mark`."""
+    if not _on_gpu(tensor):
+        return host_array(tensor[blocks])
+    import torch  # noqa: PLC0415
+    if getattr(_streams, "copy", None) is None:
+        _streams.copy = torch.cuda.Stream(tensor.device)
+    with torch.cuda.stream(_streams.copy):
+        _streams.copy.wait_event(mark)
+        found = tensor[torch.tensor(blocks, device=tensor.device)]
+        pinned = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        pinned.copy_(found, non_blocking=True)
+    _streams.copy.synchronize()
+    return host_array(pinned)
+
+
+def split_kv(head_dim: int) -> ToParts:
+    """Content is K, then V, of one head."""
+    def parts(kind, content):
+        return layout.kv_parts(kind, content[..., :head_dim], content[..., head_dim:2 * head_dim])
+    return parts
+
+
+def latent_entries(rank: int) -> ToParts:
+    """Content is `rank` latent values, then RoPE, or a packed entry of 656 bytes."""
+    def parts(kind, content):
+        rows = content[:, 0]
+        if rows.dtype.itemsize > 1:
+            return latent.entry_parts(kind, rows[:, :rank], rows[:, rank:])
+        if layout.is_packed(kind):
+            return [np.ascontiguousarray(rows).view(np.uint8)[:, None]]
+        raise ValueError(f"vLLM's latent cache is fp8 and the decode node's is not: start it with --kv-dtype fp8")
+    return parts
+
+
+def index_keys(kind: common_pb2.CacheKind, content: np.ndarray) -> list[np.ndarray]:
+    """Content is 128 e4m3 values and their float32 scale. vLLM's keys are not transformed, so they are rounded again."""
+    rows = np.ascontiguousarray(content[:, 0]).view(np.uint8)
+    values = np.ascontiguousarray(rows[:, :_INDEX_DIM]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scales = np.ascontiguousarray(rows[:, _INDEX_DIM:]).view(np.float32)
+    return latent.index_parts(kind, values * scales)
+
+
+def plain_block(block: np.ndarray) -> np.ndarray:
+    """[blocks, heads, tokens, content] as vLLM says."""
+    return block
+
+
+def keys_then_scales(block: np.ndarray) -> np.ndarray:
+    """A block has its tokens' 128 values, then their scales: [blocks, 1, tokens, 132] as one row for each token."""
+    blocks, _, tokens, content = block.shape
+    raw = np.ascontiguousarray(block).view(np.uint8).reshape(blocks, tokens * content)
+    values = raw[:, :tokens * _INDEX_DIM].reshape(blocks, 1, tokens, _INDEX_DIM)
+    scales = raw[:, tokens * _INDEX_DIM:].reshape(blocks, 1, tokens, content - _INDEX_DIM)
+    return np.concatenate([values, scales], axis=3)
+
+
+class Permuted:
+    """A block in the order of the CPU backend's kernels, which `order` undoes: [tokens][2 * head_dim] positions."""
+
+    def __init__(self, order: np.ndarray):
+        self._order = order
+
+    def __call__(self, block: np.ndarray) -> np.ndarray:
+        flat = np.ascontiguousarray(block).reshape(*block.shape[:2], -1)
+        return flat[..., self._order.reshape(-1)].reshape(block.shape)
+
+
+def measured_order(tokens: int, head_dim: int, store: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+    """Returns where a block of one head has each element: [tokens][K, then V] positions.
+
+    `store(k, v)` writes k and v, [tokens, head_dim] of small whole numbers, as the engine does, and returns the block's
+    elements in memory order. Raises ValueError if the engine does more than to reorder them.
+    """
+    count = 2 * tokens * head_dim
+    digits = [np.arange(count) >> shift & 127 for shift in range(0, max(count - 1, 1).bit_length(), 7)]
+    found = np.zeros(count, np.int64)
+    for place, numbers in enumerate(digits):
+        rows = numbers.reshape(tokens, 2 * head_dim)
+        stored = store(rows[:, :head_dim].astype(np.float32), rows[:, head_dim:].astype(np.float32))
+        found += stored.astype(np.int64) << 7 * place
+    if not np.array_equal(np.sort(found), np.arange(count)):
+        raise ValueError(f"{CONNECTOR}: vLLM's CPU backend stores K and V in a form that is not known")
+    return np.argsort(found).reshape(tokens, 2 * head_dim)
+
+
+def _cpu_order(tensor, isa: str) -> np.ndarray:
+    """Measures the order of the CPU backend's blocks with its own operator."""
+    import torch  # noqa: PLC0415
+    from vllm import _custom_ops as ops  # noqa: PLC0415
+    _, _, tokens, content = tensor.shape
+    dim = content // 2
+
+    def store(k, v):
+        block = torch.zeros((1, 1, 2 * tokens, dim), dtype=tensor.dtype)
+        keys, values = block.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            torch.from_numpy(k)[:, None].to(tensor.dtype), torch.from_numpy(v)[:, None].to(tensor.dtype), keys, values,
+            torch.arange(tokens), isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+        return block.float().numpy().reshape(-1)
+
+    return measured_order(tokens, dim, store)
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's cache of one kind."""
+
+    layer: int
+    kind: str  # CacheKind.name
+    tensor: object  # [blocks, heads, tokens, content]
+    block_size: int  # tokens of one of the scheduler's blocks: a multiple of the tensor's
+    rows: Callable[[np.ndarray], np.ndarray] = field(default=plain_block)
+    parts: ToParts = field(default=None)
+
+    def mark(self):
+        """Returns what read() waits for: what the caller's stream has now. None on a CPU, which has done it."""
+        if not _on_gpu(self.tensor):
+            return None
+        import torch  # noqa: PLC0415
+        return torch.cuda.current_stream(self.tensor.device).record_event()
+
+    def read(self, kind: common_pb2.CacheKind, blocks: tuple[int, ...], begin: int, end: int, mark) -> list[np.ndarray]:
+        """Returns the parts of tokens [begin, end) for layout.pack. `blocks` are the scheduler's, from token 0 on."""
+        tokens = self.tensor.shape[2]
+        within = self.block_size // tokens
+        first, last = begin // tokens, -(-end // tokens)
+        numbers = [blocks[i // within] * within + i % within for i in range(first, last)]
+        block = self.rows(_fetch(self.tensor, numbers, mark))
+        content = block.transpose(0, 2, 1, 3).reshape(-1, block.shape[1], block.shape[3])
+        return self.parts(kind, content[begin - first * tokens:end - first * tokens])
+
+
+def _refused(name: str, what: str, remedy: str) -> ValueError:
+    return ValueError(f"{CONNECTOR}: the cache of {name} is {what}, which it cannot send: {remedy}")
+
+
+def _cache_of(name: str, layer: int, tensor, spec, attention, latent_rank: int) -> LayerCache:
+    if tensor.ndim != 4:
+        raise _refused(name, f"{tuple(tensor.shape)} and not [blocks, heads, tokens, content]", "take vLLM 0.30 or later")
+    content = tensor.shape[3]
+    bytes_of_token = content * tensor.dtype.itemsize
+    if type(spec).__name__ == "MLAAttentionSpec":
+        if bytes_of_token == _INDEX_DIM + 4:
+            return LayerCache(layer, "index", tensor, spec.block_size, keys_then_scales, index_keys)
+        if bytes_of_token == _ENTRY_BYTES or tensor.dtype.itemsize > 1:
+            return LayerCache(layer, "latent", tensor, spec.block_size, plain_block, latent_entries(latent_rank))
+        raise _refused(name, f"{bytes_of_token} bytes a token", "give --kv-cache-dtype auto or fp8_ds_mla")
+    backend = attention.get_attn_backend().get_name()
+    if content != 2 * spec.head_size or tensor.dtype.itemsize == 1:
+        raise _refused(name, f"{content} elements of {tensor.dtype} a token", "give --kv-cache-dtype auto")
+    if backend in _SPLIT:
+        return LayerCache(layer, "kv", tensor, spec.block_size, plain_block, split_kv(spec.head_size))
+    if backend == _CPU:
+        order = Permuted(_cpu_order(tensor, attention.isa))
+        return LayerCache(layer, "kv", tensor, spec.block_size, order, split_kv(spec.head_size))
+    raise _refused(name, f"of the backend {backend}", f"give --attention-backend one of {', '.join(_SPLIT)}")
+
+
+def layer_caches(kv_caches: dict, vllm_config, kv_cache_config) -> dict[str, list[LayerCache]]:
+    """Returns the caches of each layer by the name with which vLLM saves it. Raises ValueError for unknown forms."""
+    specs = specs_of(kv_cache_config)
+    modules = vllm_config.compilation_config.static_forward_context
+    config = vllm_config.model_config.hf_config
+    layers = config.num_hidden_layers
+    found: dict[int, list[LayerCache]] = {}
+    names: dict[int, str] = {}
+    for name, tensor in kv_caches.items():
+        match = _LAYER.search(name)
+        if match is None:
+            raise _refused(name, "of no numbered layer", "take a decoder model")
+        layer = int(match[1])
+        if layer >= layers or name not in specs:
+            continue  # Layers that draft tokens have caches of their own.
+        cache = _cache_of(name, layer, tensor, specs[name], modules[name], getattr(config, "kv_lora_rank", 0))
+        if cache.kind in (other.kind for other in found.get(layer, ())):
+            raise _refused(name, f"the second of kind {cache.kind} in layer {layer}", "take a decoder model")
+        found.setdefault(layer, []).append(cache)
+        if cache.kind != "index":  # vLLM saves a layer by its attention, which comes after its indexer.
+            names[layer] = name
+    return {names[layer]: caches for layer, caches in found.items()}

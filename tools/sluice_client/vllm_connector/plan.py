@@ -1,0 +1,45 @@
+"""What the scheduler's half of the connector tells the ranks' halves in a step."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True)
+class Target:
+    """The transfer into which a prompt's caches go."""
+
+    decode: str
+    transfer_id: str
+    context_length: int
+    max_chunk_bytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens [begin, end) of a prompt, which are in vLLM's blocks when this step has computed a layer."""
+
+    request_id: str
+    target: Target
+    begin: int
+    end: int
+    blocks: tuple[int, ...]  # vLLM's block numbers, from the prompt's first token on
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):
+    parts: list[Part] = field(default_factory=list)
+    # Requests whose last part has been planned, and whose blocks vLLM keeps until they are sent.
+    ended: list[str] = field(default_factory=list)
+    # Requests that are given up. Their blocks may be another request's from this step on.
+    dropped: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RankReport(KVConnectorWorkerMetadata):
+    """Why ranks could not send what was theirs, by request."""
+
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: "RankReport") -> "RankReport":
+        return RankReport({**other.errors, **self.errors})

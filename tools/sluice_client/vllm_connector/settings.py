@@ -1,0 +1,101 @@
+"""The settings of the connector: kv_connector_extra_config of vLLM, and kv_transfer_params of a request."""
+
+from dataclasses import dataclass, fields
+
+from sluice_client import rpc
+from sluice_client.errors import ToolError
+
+# The name by which vLLM, the gateway and the decode node know the connector.
+CONNECTOR = "SluiceConnector"
+_WHERE = "kv_connector_extra_config"
+# What routers of other connectors put in a request; it says nothing to this one.
+_FOREIGN = {"remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_request_id", "tp_size"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the connector hands prompts over. A field has the name of its key."""
+
+    # The decode node's host:port; several are separated by commas. A request may name one of them, else the first has it.
+    decode: tuple[str, ...]
+    # Output tokens for which the decode node reserves room, where a request does not say.
+    max_new_tokens: int = 1024
+    # How long a prompt waits for room at the decode node before vLLM computes it without a hand-off.
+    reserve_seconds: float = 30.0
+    # Streams of one prompt from each rank.
+    streams: int = 1
+    # The tenant to whom transfers belong, where a request does not say.
+    tenant: str = ""
+    # The model's fingerprint, as the decode node shows it. Empty: shapes alone are compared.
+    fingerprint: str = ""
+    # PEM files and @FILE of a token, as for tools/sluice. Empty: no encryption.
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    token: str = ""
+
+
+def read_settings(extra: dict) -> Settings:
+    """Returns the settings of `extra`, and makes its credentials those of this process. Raises ValueError by name."""
+    known = {f.name: f for f in fields(Settings)}
+    for name in extra:
+        if name not in known:
+            raise ValueError(f"{_WHERE}.{name}: is not known; there are {', '.join(known)}")
+    given = dict(extra)
+    decode = given.pop("decode", "")
+    if not isinstance(decode, str) or not decode:
+        raise ValueError(f"{_WHERE}.decode: expected the decode node's host:port, found {decode!r}")
+    for name, value in given.items():
+        kind = known[name].type
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            raise ValueError(f"{_WHERE}.{name}: expected {kind.__name__}, found {value!r}")
+    settings = Settings(tuple(part.strip() for part in decode.split(",")), **given)
+    for name, least in (("max_new_tokens", 1), ("streams", 1), ("reserve_seconds", 0)):
+        if getattr(settings, name) < least:
+            raise ValueError(f"{_WHERE}.{name}: expected at least {least}, found {getattr(settings, name)}")
+    try:
+        rpc.use(rpc.credentials_from(settings.ca, settings.cert, settings.key, settings.token))
+        for address in settings.decode:
+            rpc.open_channel(address).close()
+    except ToolError as error:
+        raise ValueError(f"{_WHERE}: {error}") from None
+    return settings
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request asks of the connector."""
+
+    decode: str
+    max_new_tokens: int
+    tenant: str
+    rendezvous_key: str = ""
+
+
+def read_wish(params: dict | None, settings: Settings) -> Wish | None:
+    """Returns what a request's kv_transfer_params ask for, or None if it is not to be handed over.
+
+    Raises ValueError, which names the field.
+    """
+    if not params or not params.get("do_remote_decode"):
+        return None
+    given = {k: v for k, v in params.items() if k not in _FOREIGN and v is not None}
+    for flag in ("do_remote_decode", "do_remote_prefill"):
+        if not isinstance(given.pop(flag, False), bool):
+            raise ValueError(f"kv_transfer_params.{flag}: expected true or false")
+    if params.get("do_remote_prefill"):
+        raise ValueError("kv_transfer_params.do_remote_prefill: this is a prefill node, which takes no caches")
+    decode = given.pop("decode", settings.decode[0])
+    if decode not in settings.decode:
+        raise ValueError(f"kv_transfer_params.decode: {decode!r} is none of {', '.join(settings.decode)}")
+    tokens = given.pop("max_new_tokens", settings.max_new_tokens)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ValueError(f"kv_transfer_params.max_new_tokens: expected a number of at least 1, found {tokens!r}")
+    words = {name: given.pop(name, default)
+             for name, default in (("tenant", settings.tenant), ("rendezvous_key", ""))}
+    for name, value in words.items():
+        if not isinstance(value, str):
+            raise ValueError(f"kv_transfer_params.{name}: expected text, found {value!r}")
+    if given:
+        raise ValueError(f"kv_transfer_params.{next(iter(given))}: is not known to {CONNECTOR}")
+    return Wish(decode, tokens, **words)
