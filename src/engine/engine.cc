@@ -74,15 +74,24 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
   if (request.prompt.empty()) {
     return InvalidField("prompt_token_ids", "must not be empty where nothing is handed over");
   }
-  if (options_.local_prefill != LocalPrefill::kAlways && !request.allow_local_prefill) {
+  if (!ComputesPromptOf(request)) {
+    const bool asked = !request.handoff_error.empty();
     return WithReason(
         absl::FailedPreconditionError(
-            "nothing was handed over (no transfer_id, no rendezvous_key), and this node does not "
-            "compute prompts: send the caches by KvIngest first, or set "
-            "local_prefill to always"),
+            asked ? absl::StrCat("the prefill node handed nothing over (", request.handoff_error,
+                                 "), and this node does not compute prompts: mend that, or set "
+                                 "local_prefill to on_failure")
+                  : "nothing was handed over (no transfer_id, no rendezvous_key), and this node "
+                    "does not compute prompts: send the caches by KvIngest first, or set "
+                    "local_prefill to always"),
         reasons::kNoHandoff);
   }
   return CheckPromptFits(request, request.prompt.size());
+}
+
+bool EngineImpl::ComputesPromptOf(const Request& request) const {
+  if (request.allow_local_prefill || options_.local_prefill == LocalPrefill::kAlways) return true;
+  return options_.local_prefill == LocalPrefill::kOnFailure && !request.handoff_error.empty();
 }
 
 absl::Status EngineImpl::CheckPromptFits(const Request& request, size_t prompt) const {

@@ -36,6 +36,31 @@ absl::StatusOr<bool> Flag(const HandoffJson& json, const nlohmann::json& object,
                       absl::StrCat(key, ": expected true or false, found ", ShownJson(*found)));
 }
 
+// Reads what vLLM's connector answers (tools/sluice_client/vllm_connector): {"connector", "decode",
+// "transfer_id"} for a prompt that it pushed to the node `decode`, and {"connector", "error"} for
+// one that it could not hand over.
+absl::Status ReadPushed(const HandoffJson& json, const nlohmann::json& object, Request* request) {
+  for (const auto& [key, value] : object.items()) {
+    if (key != "connector" && key != "decode" && key != "transfer_id" && key != "error") {
+      return InvalidField(absl::StrCat(json.field, ".", key.substr(0, 64)), "is not known here");
+    }
+    if (!value.is_string()) {
+      return InvalidField(absl::StrCat(json.field, ".", key), "is not a string");
+    }
+  }
+  if (object.value("connector", "") != kSourceConnector) {
+    return InvalidField(absl::StrCat(json.field, ".connector"),
+                        absl::StrCat("expected \"", kSourceConnector, "\""));
+  }
+  if (object.contains("error")) {
+    request->handoff_error = object["error"].get<std::string>();
+    return absl::OkStatus();
+  }
+  request->handoff.transfer_id = object["transfer_id"].get<std::string>();
+  if (!request->handoff.transfer_id.empty()) return absl::OkStatus();
+  return InvalidField(absl::StrCat(json.field, ".transfer_id"), "is empty");
+}
+
 }  // namespace
 
 absl::Status ReadDecodeLeg(const HandoffJson& json, Request* request) {
@@ -48,6 +73,9 @@ absl::Status ReadDecodeLeg(const HandoffJson& json, Request* request) {
   SLUICE_ASSIGN_OR_RETURN(const bool pull, Flag(json, object, "do_remote_prefill"));
   const size_t flags = object.count("do_remote_decode") + object.count("do_remote_prefill");
   if (object.size() == flags && !pull) return absl::OkStatus();
+  if (object.contains("transfer_id") || object.contains("error")) {
+    return ReadPushed(json, object, request);
+  }
   SLUICE_ASSIGN_OR_RETURN(request->handoff.source, SourceRefFromJson(json.text, json.field));
   return absl::OkStatus();
 }

@@ -16,8 +16,9 @@ struct HandoffJson {
   const std::string& text;
 };
 
-// Reads a decode leg's JSON. If it is absent, {}, or has nothing to pull ("do_remote_prefill":
-// false), the node must compute the prompt itself.
+// Reads a decode leg's JSON: where a prompt is held, or by which transfer it was pushed to this
+// node, or why the prefill node handed nothing over. If it is absent, {}, or has nothing to pull
+// ("do_remote_prefill": false), the node must compute the prompt itself.
 absl::Status ReadDecodeLeg(const HandoffJson& json, Request* request);
 
 // Checks a prefill leg's JSON. It asks that the caches be held ("do_remote_decode": true) or says

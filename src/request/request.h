@@ -34,6 +34,9 @@ struct Request {
   std::string request_id;  // unique among live requests
   RequestTrace trace;
   HandoffRef handoff;
+  // Why a prefill node that was to hand the prompt over did not, in its words. Empty: no node was
+  // asked, or one did. Such a prompt counts as one whose transfer failed.
+  std::string handoff_error;
   // The prompt. It is empty or equal to the manifest's with a transfer, and the tokens to append
   // with a kept sequence.
   std::vector<int32_t> prompt;

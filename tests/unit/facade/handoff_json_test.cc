@@ -2,6 +2,8 @@
 
 #include <catch2/catch.hpp>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "src/base/error.h"
 
@@ -39,6 +41,36 @@ TEST_CASE("what is no handoff of ours is refused, and the field is named") {
   }
   const absl::Status status = Decode(std::string(5000, ' '));
   CHECK(FieldOf(status) == "kv");
+}
+
+TEST_CASE("a decode leg names the transfer that vLLM's connector pushed, or why there is none") {
+  Request request;
+  const std::string id(32, 'a');
+  REQUIRE(
+      ReadDecodeLeg(
+          {"kv", true,
+           R"({"connector": "SluiceConnector", "decode": "host:1", "transfer_id": ")" + id + "\"}"},
+          &request)
+          .ok());
+  CHECK(request.handoff.transfer_id == id);
+  CHECK(request.handoff.source.empty());
+  CHECK(request.handoff_error.empty());
+  Request failed;
+  REQUIRE(ReadDecodeLeg({"kv", true, R"({"connector": "SluiceConnector", "error": "no room"})"},
+                        &failed)
+              .ok());
+  CHECK(failed.handoff.empty());
+  CHECK(failed.handoff_error == "no room");
+  for (const auto& [text, field] : std::vector<std::pair<std::string, std::string>>{
+           {R"({"transfer_id": "a"})", "kv.connector"},
+           {R"({"connector": "NixlConnector", "transfer_id": "a"})", "kv.connector"},
+           {R"({"connector": "SluiceConnector", "transfer_id": ""})", "kv.transfer_id"},
+           {R"({"connector": "SluiceConnector", "transfer_id": 1})", "kv.transfer_id"},
+           {R"({"connector": "SluiceConnector", "error": []})", "kv.error"},
+           {R"({"connector": "SluiceConnector", "error": "x", "other": "y"})", "kv.other"}}) {
+    INFO(text);
+    CHECK(FieldOf(ReadDecodeLeg({"kv", true, text}, &request)) == field);
+  }
 }
 
 TEST_CASE("a prefill leg asks that its caches be held, or says nothing") {
