@@ -50,6 +50,13 @@ int32_t Int32(int64_t value) {
   using GetLoadsResponse = package::GetLoadsResponse
 
 // The parts of an engine's service that the other engine's does not have under the same name.
+// Returns what vLLM calls caches of this type, beside a model in bfloat16. The gateway pairs nodes
+// whose words are the same, and a vLLM may be the other node.
+std::string VllmKvDType(const std::string& kv_dtype) {
+  if (kv_dtype == "bf16") return "auto";
+  return kv_dtype == "fp8" ? "fp8_ds_mla" : kv_dtype;
+}
+
 struct VllmApi {
   using Service = vllm::grpc::engine::VllmEngine;
   SLUICE_SMG_MESSAGES(vllm::grpc::engine);
@@ -75,9 +82,9 @@ struct VllmApi {
     response->set_kv_role(prefill ? "kv_producer" : "kv_consumer");
     response->set_kv_engine_id(info.engine_id);
     response->set_data_parallel_size(1);
-    response->set_kv_cache_dtype(info.kv_dtype);
+    response->set_kv_cache_dtype(VllmKvDType(info.kv_dtype));
     response->set_block_size(Int32(info.block_tokens));
-    response->set_attention_backend(info.policy);
+    // attention_backend stays empty, which the gateway takes for any: a policy is no layout.
     response->set_model_dtype("torch.bfloat16");
     response->set_max_num_seqs(Int32(info.max_running));
   }

@@ -47,7 +47,8 @@ class Vllm:
                    "--port", str(self.port), "--enforce-eager", "--block-size", str(blocks),
                    "--kv-transfer-config", json.dumps(transfer), *flags]
         environment = ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-                                     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+                                     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+                                     "SMG_VLLM_SERVICER_WARMUP": "off"}
         self.grpc = grpc
         with self.log.open("w") as log:
             # Its engine is a process of its own, which must not outlive it.

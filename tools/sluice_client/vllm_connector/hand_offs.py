@@ -28,6 +28,8 @@ _RETRIED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grp
             # The name of an earlier try of the same request may still be in use.
             grpc.StatusCode.ALREADY_EXISTS)
 _RETRY_S = 0.2
+# In the ids of the prompts with which the gateway's service warms vLLM up; no decode leg comes for them.
+_WARM_UP = "smg-warmup-"
 
 
 class _State(Enum):
@@ -135,6 +137,8 @@ class HandOffs:
 
     def _begin(self, request) -> _HandOff | None:
         """Begins a hand-off, or returns None for a request that is vLLM's own."""
+        if _WARM_UP in request.request_id:
+            return None
         try:
             wish = read_wish(request.kv_transfer_params, self._settings)
             if wish is None:

@@ -18,6 +18,9 @@ class Settings:
 
     # The decode node's host:port; several are separated by commas. A request may name one of them, else the first has it.
     decode: tuple[str, ...]
+    # Which requests are handed over: those that say "do_remote_decode": true, or, with "all", every one that does not
+    # say false. The gateway smg says nothing to a connector that it does not know.
+    hand_over: str = "asked"
     # Output tokens for which the decode node reserves room, where a request does not say.
     max_new_tokens: int = 1024
     # How long a prompt waits for room at the decode node before vLLM computes it without a hand-off.
@@ -50,6 +53,8 @@ def read_settings(extra: dict) -> Settings:
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
             raise ValueError(f"{_WHERE}.{name}: expected {kind.__name__}, found {value!r}")
     settings = Settings(tuple(part.strip() for part in decode.split(",")), **given)
+    if settings.hand_over not in ("asked", "all"):
+        raise ValueError(f'{_WHERE}.hand_over: expected "asked" or "all", found {settings.hand_over!r}')
     for name, least in (("max_new_tokens", 1), ("streams", 1), ("reserve_seconds", 0)):
         if getattr(settings, name) < least:
             raise ValueError(f"{_WHERE}.{name}: expected at least {least}, found {getattr(settings, name)}")
@@ -77,7 +82,8 @@ def read_wish(params: dict | None, settings: Settings) -> Wish | None:
 
     Raises ValueError, which names the field.
     """
-    if not params or not params.get("do_remote_decode"):
+    params = params or {}
+    if not params.get("do_remote_decode", settings.hand_over == "all"):
         return None
     given = {k: v for k, v in params.items() if k not in _FOREIGN and v is not None}
     for flag in ("do_remote_decode", "do_remote_prefill"):
