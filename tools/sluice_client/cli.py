@@ -15,6 +15,7 @@ which generates.
   generate   streams the continuation of one prompt
   chat       holds a conversation on the terminal
   push       pushes a recorded KV cache (safetensors) and streams its continuation
+  prefill-hf lets Hugging Face transformers compute a prompt, and streams the continuation of a decode node
   status     shows which model a node runs and how full the node is
   doctor     checks this machine, its TLS files and its nodes, and says what to do about each problem
   drain      takes a decode node out of service: it finishes what it has and takes nothing new
@@ -30,7 +31,7 @@ which generates.
 """
 
 # Commands that need a decode node.
-_NEED_DECODE = ("generate", "chat", "push", "drain", "resume", "trace", "failpoint")
+_NEED_DECODE = ("generate", "chat", "push", "prefill-hf", "drain", "resume", "trace", "failpoint")
 
 
 def _ids(text: str) -> list[int]:
@@ -144,6 +145,23 @@ def _add_push(p) -> None:
     p.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
+def _add_prefill_hf(p) -> None:
+    p.add_argument("model", metavar="MODEL", help="the model's Hugging Face directory, which the decode node has too")
+    _add_nodes(p, prefill=False)
+    prompt = p.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="the prompt as token ids")
+    _add_tokenizer(p, help="directory with tokenizer.json (default: MODEL)")
+    p.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                   help="in which transformers computes (default float32)")
+    p.add_argument("--max-tokens", type=_unsigned(32), default=64, metavar="N",
+                   help="maximum number of output tokens (default 64)")
+    p.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+    p.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
 def _add_status(p) -> None:
     _add_nodes(p)
     p.add_argument("--json", action="store_true", help="print one JSON object for each node")
@@ -229,6 +247,8 @@ _COMMANDS = {
     "generate": ("Streams the continuation of one prompt.", _add_generate),
     "chat": ("Holds a conversation on the terminal.", _add_chat),
     "push": ("Pushes a recorded KV cache into a decode node and streams its continuation.", _add_push),
+    "prefill-hf": ("Lets Hugging Face transformers compute a prompt, and streams the continuation of a decode node.",
+                   _add_prefill_hf),
     "status": ("Shows which model a node runs and how full the node is.", _add_status),
     "doctor": ("Checks this machine, its TLS files and its nodes, and says what to do about each problem.",
                _add_doctor),
@@ -274,6 +294,8 @@ def _check(parser: argparse.ArgumentParser, args) -> None:
                      "SLUICE_PREFILL in the environment")
     if args.command == "plot-fluxion" and not (args.summary or args.check or args.figures):
         parser.error("plot-fluxion needs something to draw: give --summary FILE, --check FILE or --figures FILE")
+    if args.command in ("generate", "prefill-hf") and args.system and not args.chat:
+        parser.error("--system needs --chat")
     if args.command == "generate":
         if args.prompt is not None and not args.tokenizer:
             parser.error("--prompt needs --tokenizer DIR (the model's directory)")
@@ -282,8 +304,6 @@ def _check(parser: argparse.ArgumentParser, args) -> None:
         if args.pull and not args.prefill:
             parser.error("--pull needs the prefill node that holds the prompt: give --prefill ADDR, or set "
                          "SLUICE_PREFILL in the environment")
-        if args.system and not args.chat:
-            parser.error("--system needs --chat")
     if args.command in ("generate", "chat") and args.temperature == 0:
         idle = [f for f in ("top_k", "top_p", "seed") if getattr(args, f) is not None]
         if idle:

@@ -36,6 +36,13 @@ The file holds for case C the tensor caseC.prompt (int32 ids), and for every lay
 the model has an indexer, caseC.index.L ([tokens, 128], after RoPE); they are converted to the form that the node
 keeps. Decoding is greedy. The output and --json are those of `generate`.
 """ + NODES,
+    "prefill-hf": """example:
+  tools/sluice prefill-hf models/smollm2-135m-instruct --decode 127.0.0.1:7000 --chat --prompt "Why is the sky blue?"
+
+transformers computes the prompt and its first token; the decode node goes on greedily. It needs torch and transformers
+in the Python environment: `pip install ./tools torch transformers` in one of your own, then `sluice prefill-hf`.
+The output and --json are those of `generate`.
+""" + NODES,
     "status": """examples:
   tools/sluice status --decode 127.0.0.1:7000
   tools/sluice status --prefill 127.0.0.1:7100

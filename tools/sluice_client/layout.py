@@ -20,6 +20,19 @@ def is_packed(kind: common_pb2.CacheKind) -> bool:
     return kind.element_type == common_pb2.ELEMENT_TYPE_FLOAT8_E4M3
 
 
+def host_array(tensor) -> np.ndarray:
+    """Returns a tensor's numbers as an array; numpy has no bfloat16 and no e4m3 of its own."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    import torch  # noqa: PLC0415 - absent where the layouts are tested with numpy
+    tensor = tensor.detach().cpu()
+    for dtype, raw, numpy_type in ((torch.bfloat16, torch.int16, ml_dtypes.bfloat16),
+                                   (torch.float8_e4m3fn, torch.uint8, ml_dtypes.float8_e4m3fn)):
+        if tensor.dtype == dtype:
+            return tensor.view(raw).numpy().view(numpy_type)
+    return tensor.numpy()
+
+
 def pack(kind: common_pb2.CacheKind, parts: list[np.ndarray]) -> bytes:
     """Returns the payload of a chunk. Each of `parts` is [tokens, heads, part_bytes[i]] of uint8.
 

@@ -36,23 +36,10 @@ def _on_gpu(tensor) -> bool:
     return getattr(getattr(tensor, "device", None), "type", "cpu") == "cuda"
 
 
-def host_array(tensor) -> np.ndarray:
-    """Returns a tensor's numbers as an array; numpy has no bfloat16 and no e4m3 of its own."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    import torch  # noqa: PLC0415 - absent where the layouts are tested with numpy
-    tensor = tensor.detach().cpu()
-    for dtype, raw, numpy_type in ((torch.bfloat16, torch.int16, ml_dtypes.bfloat16),
-                                   (torch.float8_e4m3fn, torch.uint8, ml_dtypes.float8_e4m3fn)):
-        if tensor.dtype == dtype:
-            return tensor.view(raw).numpy().view(numpy_type)
-    return tensor.numpy()
-
-
 def _fetch(tensor, blocks: list[int], mark) -> np.ndarray:
     """Returns blocks of a cache on the host. On a GPU this thread's own stream copies them, behind `mark`."""
     if not _on_gpu(tensor):
-        return host_array(tensor[blocks])
+        return layout.host_array(tensor[blocks])
     import torch  # noqa: PLC0415
     if getattr(_streams, "copy", None) is None:
         _streams.copy = torch.cuda.Stream(tensor.device)
@@ -62,7 +49,7 @@ def _fetch(tensor, blocks: list[int], mark) -> np.ndarray:
         pinned = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         pinned.copy_(found, non_blocking=True)
     _streams.copy.synchronize()
-    return host_array(pinned)
+    return layout.host_array(pinned)
 
 
 def split_kv(head_dim: int) -> ToParts:
