@@ -4,24 +4,32 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_lab import Vllm
-from support.nodes import Node, run
+from support.metrics_text import Scrape
+from support.nodes import Node, free_port
 from support.router_lab import MODEL, Router
 
 
-@pytest.fixture(scope="module")
-def router(smollm2, tmp_path_factory):
+@pytest.fixture(scope="module", params=["push", "hold"])
+def router(smollm2, tmp_path_factory, request):
+    """The gateway, a vLLM, and a decode node to which it pushes, or two that read what it holds."""
+    nodes = []
+    for _ in range(1 if request.param == "push" else 2):
+        nodes.append(Node("sluice-server", smollm2, tmp_path_factory.mktemp("node"), "--hbm-bytes", "512MiB",
+                          "--dram-bytes", "512MiB", "--max-sequences", "16", "--block-tokens", "32",
+                          "--served-model-name", MODEL))
     folder = tmp_path_factory.mktemp("gateway")
-    node = Node("sluice-server", smollm2, folder, "--hbm-bytes", "512MiB", "--dram-bytes", "512MiB", "--max-sequences",
-                "16", "--block-tokens", "32", "--served-model-name", MODEL)
-    engine = Vllm(smollm2, folder, {"decode": node.address, "hand_over": "all"}, "--max-model-len", "4096", "--served-model-name", MODEL,
-                  grpc=True)
+    extra = {"decode": nodes[0].address, "hand_over": "all"}
+    if request.param == "hold":
+        extra |= {"mode": "hold", "listen": f"127.0.0.1:{free_port()}"}
+    engine = Vllm(smollm2, folder, extra, "--max-model-len", "4096", "--served-model-name", MODEL, grpc=True)
     engine.wait()
-    made = Router(smollm2, folder, engine.address, [node.address])
-    made.node, made.engine = node, engine
+    made = Router(smollm2, folder, engine.address, [node.address for node in nodes])
+    made.nodes, made.engine = nodes, engine
     yield made
     made.stop()
     engine.stop()
-    node.stop()
+    for node in nodes:
+        node.stop()
 
 
 def test_chats_go_on_at_the_decode_node(router, chats):
@@ -32,9 +40,10 @@ def test_chats_go_on_at_the_decode_node(router, chats):
         assert reply.whole and reply.text == case["output"].removesuffix("<|im_end|>"), reply
         streamed = router.ask(case["text"], max_tokens=len(case["tokens"]), stream=True)
         assert streamed.whole and streamed.text == reply.text and streamed.pieces > 3
-    # The decode node computed none of these prompts itself.
-    status, text = router.node.http("/metrics")
-    assert status == 200 and "sluice_local_prefills_total 0" in text
+    for node in router.nodes:  # Each has had its part, and computed no prompt itself.
+        scrape = Scrape(node)
+        assert scrape.get("sluice_local_prefills_total") == 0 and scrape.get("sluice_decoded_tokens_total") > 0
+        assert not node.capacity().transfers
 
 
 def test_many_at_once(router, chats):

@@ -13,6 +13,7 @@ class EngineShape:
 
     architecture: str
     block_size: int  # tokens of one of vLLM's blocks
+    layers: int
     kv_heads: int  # of all ranks; 1 for latent caches
     head_dim: int  # elements of one of them
     ranks: int
@@ -61,6 +62,7 @@ def check_engine(vllm_config, kv_cache_config) -> EngineShape:
     model = vllm_config.model_config
     return EngineShape(
         architecture=str(getattr(model.hf_config, "model_type", "")), block_size=main.block_size,
+        layers=model.hf_config.num_hidden_layers,
         kv_heads=1 if latent else main.num_kv_heads * ranks // replicas, head_dim=main.head_size,
         ranks=ranks, replicas=replicas, max_context=model.max_model_len)
 
@@ -72,8 +74,8 @@ def check_node(shape: EngineShape, model, fingerprint: str, address: str) -> str
     """
     if fingerprint and fingerprint != model.fingerprint:
         return f"{address} has another model: its fingerprint is {model.fingerprint}, expected {fingerprint}"
-    found = {"model_type": model.architecture, "KV heads": model.kv_heads or 1}
-    expected = {"model_type": shape.architecture, "KV heads": shape.kv_heads}
+    found = {"model_type": model.architecture, "number of layers": model.layers, "KV heads": model.kv_heads or 1}
+    expected = {"model_type": shape.architecture, "number of layers": shape.layers, "KV heads": shape.kv_heads}
     if model.kv_heads:
         found["head_dim"], expected["head_dim"] = model.head_dim, shape.head_dim
     for name, value in expected.items():

@@ -4,7 +4,9 @@ Calls to the decode node run on threads of their own, so that the scheduler neve
 being reserved waits in vLLM's queue; others run.
 """
 
+import hashlib
 import logging
+import secrets
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +20,7 @@ from sluice_client.errors import ToolError
 from sluice_client.push_streams import PushError
 from sluice_client.pusher import Pusher
 from sluice_client.vllm_connector.engine import EngineShape, check_node
-from sluice_client.vllm_connector.plan import Part, StepPlan, Target
+from sluice_client.vllm_connector.plan import Held, Part, StepPlan, Target
 from sluice_client.vllm_connector.settings import CONNECTOR, Settings, Wish, read_wish
 
 _log = logging.getLogger(__name__)
@@ -34,8 +36,8 @@ _WARM_UP = "smg-warmup-"
 
 class _State(Enum):
     RESERVING = 1
-    RESERVED = 2
-    SENDING = 3  # vLLM has finished, and the ranks have not
+    RESERVED = 2  # or to be held
+    SENDING = 3  # vLLM has finished, and the ranks have not; or the prompt is held
     REFUSED = 4
 
 
@@ -55,6 +57,7 @@ class _HandOff:
     blocks: list[int] = field(default_factory=list)
     planned: int = 0  # tokens that the ranks were told to send
     outputs: list[int] = field(default_factory=list)
+    held: Held | None = None  # once a step computes the prompt's end, with mode "hold"
 
 
 class HandOffs:
@@ -108,8 +111,13 @@ class HandOffs:
             self._give_up(request.request_id, "the request ended before its prompt was computed")
             return False, None
         hand_off.state = _State.SENDING
-        hand_off.outputs = list(request.output_token_ids)
         self._ended.append(request.request_id)
+        if hand_off.held is not None:
+            # As sluice-prefill answers it.
+            return True, {"connector": CONNECTOR, "address": self._settings.advertise or self._settings.listen,
+                          "source_id": hand_off.held.source_id, "prompt_digest": hand_off.held.digest,
+                          "model_fingerprint": self._settings.fingerprint}
+        hand_off.outputs = list(request.output_token_ids)
         return True, {"connector": CONNECTOR, "transfer_id": hand_off.target.transfer_id,
                       "decode": hand_off.target.decode}
 
@@ -121,7 +129,7 @@ class HandOffs:
                 hand_off.error = error
         for request_id in request_ids:
             hand_off = self._live.pop(request_id, None)
-            if hand_off is not None:
+            if hand_off is not None and hand_off.reservation is not None:
                 self._calls.submit(self._conclude, hand_off)
 
     def sending(self) -> bool:
@@ -150,9 +158,17 @@ class HandOffs:
         self._live[request.request_id] = hand_off
         if problem:
             self._refuse(hand_off, problem)
+        elif self._settings.mode == "hold":
+            hand_off.state = _State.RESERVED
         else:
             hand_off.reservation = self._calls.submit(self._reserve, hand_off)
         return hand_off
+
+    def _hold(self, hand_off: _HandOff) -> Held:
+        digest = hashlib.sha256(b"".join(i.to_bytes(4, "little") for i in hand_off.prompt)).hexdigest()
+        hand_off.held = Held(hand_off.request_id, secrets.token_hex(16), hand_off.wish.tenant, digest,
+                             len(hand_off.prompt), tuple(hand_off.blocks))
+        return hand_off.held
 
     def _unfit(self, request) -> str:
         """Returns why a request's caches cannot go on at a decode node, or the empty string."""
@@ -217,6 +233,11 @@ class HandOffs:
         hand_off.blocks = [*([] if whole else hand_off.blocks), *blocks]
         length = len(hand_off.prompt)
         end = min(computed + step.num_scheduled_tokens[request_id], length)
+        if self._settings.mode == "hold":
+            if end == length and hand_off.held is None:
+                plan.held.append(self._hold(hand_off))
+            hand_off.planned = end
+            return
         if end < length:
             end -= end % hand_off.block_tokens
         if end <= hand_off.planned:

@@ -26,11 +26,25 @@ class Part:
     blocks: tuple[int, ...]  # vLLM's block numbers, from the prompt's first token on
 
 
+@dataclass(frozen=True)
+class Held:
+    """A prompt that vLLM has computed and that a decode node will read."""
+
+    request_id: str
+    source_id: str
+    tenant: str
+    digest: str
+    context_length: int
+    blocks: tuple[int, ...]
+
+
 @dataclass
 class StepPlan(KVConnectorMetadata):
     parts: list[Part] = field(default_factory=list)
     # Requests whose last part has been planned, and whose blocks vLLM keeps until they are sent.
     ended: list[str] = field(default_factory=list)
+    # Prompts whose end this step computes, and that are held from its end on.
+    held: list[Held] = field(default_factory=list)
     # Requests that are given up. Their blocks may be another request's from this step on.
     dropped: list[str] = field(default_factory=list)
 

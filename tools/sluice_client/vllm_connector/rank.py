@@ -16,6 +16,7 @@ from sluice_client.vllm_connector.caches import LayerCache, layer_caches
 from sluice_client.vllm_connector.engine import EngineShape
 from sluice_client.vllm_connector.plan import Part, StepPlan, Target
 from sluice_client.vllm_connector.settings import CONNECTOR, Settings
+from sluice_client.vllm_connector.source import PromptSource
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class Rank:
 
     def __init__(self, settings: Settings, shape: EngineShape, vllm_config, kv_cache_config):
         self._settings = settings
+        self._shape = shape
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         rank = vllm_config.parallel_config.rank % shape.ranks
@@ -109,10 +111,17 @@ class Rank:
         self._senders: dict[str, _Sender] = {}
         self._ending: set[str] = set()
         self._errors: dict[str, str] = {}
+        self._source: PromptSource | None = None  # with mode "hold", of the first rank
+        if settings.mode == "hold" and shape.ranks > shape.replicas:
+            raise ValueError(f'{CONNECTOR}: mode "hold" needs all heads on each rank, and tensor_parallel_size '
+                             f'{shape.ranks} divides them: give kv_connector_extra_config.mode "push"')
 
     def register(self, kv_caches: dict) -> None:
         """Takes the engine's caches. Raises ValueError for a form that it cannot send."""
         self._caches = layer_caches(kv_caches, self._vllm_config, self._kv_cache_config)
+        if self._settings.mode == "hold" and self._sends:
+            caches = [cache for of_layer in self._caches.values() for cache in of_layer]
+            self._source = PromptSource(self._settings, self._shape, caches)
 
     def save(self, layer_name: str, parts: list[Part]) -> None:
         """Sends the parts of a layer that the step has just computed."""
@@ -123,6 +132,8 @@ class Rank:
     def end(self, plan: StepPlan) -> None:
         """Takes the end of a step."""
         self.drop(plan.dropped)
+        for held in plan.held if self._source is not None else ():
+            self._source.hold(held)
         for request_id in plan.ended:
             self._ending.add(request_id)
             if request_id in self._senders:
@@ -134,10 +145,14 @@ class Rank:
             self._ending.discard(request_id)
             if sender is not None:
                 sender.drop()
+            if self._source is not None:
+                self._source.drop(request_id)
 
     def finished(self) -> set[str]:
-        """Returns the ended requests of which this rank has sent its part, each once."""
+        """Returns the ended requests of which this rank has sent its part, or that nobody reads any more, each once."""
         done = {r for r in self._ending if r not in self._senders or self._senders[r].done()}
+        if self._source is not None:
+            done = {r for r in done if self._source.over(r)}
         for request_id in done:
             self._ending.discard(request_id)
             sender = self._senders.pop(request_id, None)
@@ -152,6 +167,8 @@ class Rank:
 
     def close(self) -> None:
         self.drop(list(self._senders))
+        if self._source is not None:
+            self._source.close()
 
     def _sender_of(self, part: Part) -> _Sender:
         if part.request_id not in self._senders:

@@ -21,6 +21,14 @@ class Settings:
     # Which requests are handed over: those that say "do_remote_decode": true, or, with "all", every one that does not
     # say false. The gateway smg says nothing to a connector that it does not know.
     hand_over: str = "asked"
+    # "push" sends each prompt to a decode node while it is computed. "hold" keeps it, and the decode node that the router
+    # chooses reads it: for several decode nodes behind a router that does not read `decode` in an answer.
+    mode: str = "push"
+    # With "hold": where decode nodes read, and under which address they find it (default: `listen`).
+    listen: str = ""
+    advertise: str = ""
+    # How long a prompt is held for a reader.
+    hold_seconds: float = 60.0
     # Output tokens for which the decode node reserves room, where a request does not say.
     max_new_tokens: int = 1024
     # How long a prompt waits for room at the decode node before vLLM computes it without a hand-off.
@@ -55,12 +63,18 @@ def read_settings(extra: dict) -> Settings:
     settings = Settings(tuple(part.strip() for part in decode.split(",")), **given)
     if settings.hand_over not in ("asked", "all"):
         raise ValueError(f'{_WHERE}.hand_over: expected "asked" or "all", found {settings.hand_over!r}')
-    for name, least in (("max_new_tokens", 1), ("streams", 1), ("reserve_seconds", 0)):
+    if settings.mode not in ("push", "hold"):
+        raise ValueError(f'{_WHERE}.mode: expected "push" or "hold", found {settings.mode!r}')
+    if settings.mode == "hold" and not settings.listen:
+        raise ValueError(f'{_WHERE}.listen: expected host:port, at which decode nodes read, with mode "hold"')
+    if settings.ca and settings.mode == "hold" and not settings.cert:
+        raise ValueError(f'{_WHERE}.cert: expected, with key, beside ca and mode "hold"')
+    for name, least in (("max_new_tokens", 1), ("streams", 1), ("reserve_seconds", 0), ("hold_seconds", 1)):
         if getattr(settings, name) < least:
             raise ValueError(f"{_WHERE}.{name}: expected at least {least}, found {getattr(settings, name)}")
     try:
         rpc.use(rpc.credentials_from(settings.ca, settings.cert, settings.key, settings.token))
-        for address in settings.decode:
+        for address in (*settings.decode, *filter(None, (settings.listen, settings.advertise))):
             rpc.open_channel(address).close()
     except ToolError as error:
         raise ValueError(f"{_WHERE}: {error}") from None
