@@ -28,7 +28,7 @@ def chats():
 @pytest.fixture(scope="session")
 def decode(smollm2, tmp_path_factory):
     node = Node("sluice-server", smollm2, tmp_path_factory.mktemp("decode"), "--hbm-bytes", "512MiB", "--dram-bytes",
-                "512MiB", "--max-sequences", "16", "--block-tokens", "32", "--lease-seconds", "20",
+                "512MiB", "--max-sequences", "16", "--block-tokens", "32", "--lease-seconds", "60",
                 "--local-prefill", "on_failure")
     yield node
     assert node.stop() == 0, node.tail()
