@@ -59,10 +59,12 @@ TEST_CASE("forecasts of steps are within a tenth of steps that were measured on 
   int within = 0;
   for (const json& step : (*steps)["steps"]) {
     const auto forecast =
-        SimulateStep(models.at(Text(step, "model")), *times, /*extrapolate=*/false, ShapeOf(step));
+        SimulateStep(models.at(Text(step, "model")), *times, /*extrapolate=*/true, ShapeOf(step));
     INFO(step.dump());
     INFO(forecast.status().ToString());
     REQUIRE(forecast.ok());
+    // Only the time of giving places was not measured up to the misses of some shapes.
+    for (const std::string& name : forecast->extrapolated) REQUIRE(name == "update_residency");
     const double error = forecast->us / 1e3 / step["ms"].get<double>() - 1;
     UNSCOPED_INFO("forecast " << forecast->us / 1e3 << " ms, " << 100 * error << " %");
     if (std::getenv("SLUICE_SHOW_STEPS") != nullptr) {
