@@ -17,6 +17,7 @@ constexpr char kHelp[] = R"(sluice-bench measures Sluice on this machine.
   sluice-bench ingest      times KV caches on their way into a node, beside raw gRPC, and what that
                            costs the sequences that decode
   sluice-bench policies    compares attention policies: speed, bytes moved, distance from policy full
+  sluice-bench simulate    forecasts decode steps of a DeepSeek-V3.2 rank from the times of single operators
   sluice-bench --compare A.json B.json
                            compares two reports of one subcommand, figure by figure
 
@@ -32,7 +33,8 @@ struct Subcommand {
 };
 constexpr Subcommand kSubcommands[] = {{"serve", RunServeBench},       {"kernels", RunKernelBench},
                                        {"step", RunStepBench},         {"ingest", RunIngestBench},
-                                       {"policies", RunPoliciesBench}, {"--compare", RunCompare}};
+                                       {"policies", RunPoliciesBench}, {"simulate", RunSimulate},
+                                       {"--compare", RunCompare}};
 
 int BenchMain(int argc, char** argv) {
   Invocation invocation;

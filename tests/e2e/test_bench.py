@@ -26,7 +26,7 @@ def report_of(*args, status: int = 0, **kwargs) -> dict:
     return report
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["kernels"], ["step"], ["policies"], ["--compare"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["kernels"], ["step"], ["policies"], ["simulate"], ["--compare"]])
 def test_help_teaches(command):
     done = run(BENCH, *command, "--help")
     assert done.returncode == 0
@@ -47,6 +47,11 @@ def test_help_teaches(command):
     (["step"], "--model"), (["step", "--model", "x", "--batches", "0"], "--batches"),
     (["step", "--model", "x", "--speculation-tokens", "9999"], "--speculation-tokens"),
     (["step", "--model", "x", "--speculation-tokens", "3", "--acceptance", "1.5"], "--acceptance"),
+    (["simulate"], "--operators"), (["simulate", "--operators", "x"], "--model"),
+    (["simulate", "--operators", "x", "--model", "y"], "--batches"),
+    (["simulate", "--operators", "x", "--model", "y", "--hbm-bytes", "1GiB"], "--dram-bytes"),
+    (["simulate", "--operators", "x", "--model", "y", "--batches", "1", "--misses", "1:2"], "MEAN:LEAST:MOST"),
+    (["simulate", "--policies", "full,full"], "once"), (["simulate", "--scale", "attention"], "NAME=NUMBER"),
     (["policies"], "--model"), (["policies", "--model", "x", "--policies", "full,scot"], "scout"),
     (["policies", "--model", "x", "--quality"], "--texts"),
     (["policies", "--model", "x", "--hbm-bytes", "lots"], "--hbm-bytes"),

@@ -24,6 +24,7 @@ int RunStepBench(const Invocation& invocation);
 int RunServeBench(const Invocation& invocation);
 int RunIngestBench(const Invocation& invocation);
 int RunPoliciesBench(const Invocation& invocation);
+int RunSimulate(const Invocation& invocation);
 // REQUIRES: `args` names two report files.
 int RunCompare(const Invocation& invocation);
 

@@ -15,9 +15,10 @@
 namespace sluice::bench {
 namespace {
 
-constexpr int kDim = 64;       // An index key's dimensions that RoPE leaves alone.
-constexpr int kHeads = 8;      // Of the indexer's 64: enough for a steady sum.
-constexpr int kWarmRows = 32;  // Rows of a prompt whose selections a pool begins with.
+constexpr int kDim = 64;              // An index key's dimensions that RoPE leaves alone.
+constexpr int kHeads = 8;             // Of the indexer's 64: enough for a steady sum.
+constexpr int64_t kMostWarm = 16384;  // Entries that a warm-up brings (PoolWarmer).
+constexpr int kWarmRows = 32;         // Rows of a prompt whose selections a pool begins with.
 
 std::vector<double> PowerSpread(double least, double most, int count, double power) {
   std::vector<double> values;
@@ -188,11 +189,31 @@ class PathKeys {
   std::vector<int32_t> order_;
 };
 
+// Returns how many units the lists of a step's rows have together. Each list is ascending.
+int64_t UnionOf(std::vector<int32_t> units) {
+  std::sort(units.begin(), units.end());
+  return std::unique(units.begin(), units.end()) - units.begin();
+}
+
+// Gives places to the newest tokens, which are the first to lose them, as a warm-up does with what
+// hints leave free.
+void FillWithNewest(const DrawnSelections& o, Pool* pool) {
+  const int64_t most = std::min({o.places, kMostWarm, o.context - kWarmRows});
+  std::vector<int32_t> units(static_cast<size_t>(o.top_k));
+  const int64_t first = o.context - kWarmRows - most / o.top_k * o.top_k;
+  for (int64_t begin = first; begin < o.context - kWarmRows; begin += o.top_k) {
+    std::iota(units.begin(), units.end(), static_cast<int32_t>(begin));
+    pool->Update(units, o.context - kWarmRows - 1, 1);
+  }
+}
+
+// Returns -1 where a step selects more than there are places.
 double MissesOfPath(const DrawnSelections& o, int path) {
   const int64_t tokens = o.context + int64_t{o.steps} * o.rows;
   PathKeys keys(o, path, tokens);
   Pool pool(tokens, o.places, o.top_k, o.rows);
   std::vector<int32_t> units(static_cast<size_t>(o.rows) * static_cast<size_t>(o.top_k));
+  FillWithNewest(o, &pool);
   for (int64_t token = o.context - kWarmRows; token < o.context; ++token) {
     keys.Select(token, o.top_k, units.data());
     pool.Update(units, token, 1);
@@ -202,6 +223,7 @@ double MissesOfPath(const DrawnSelections& o, int path) {
     for (int row = 0; row < o.rows; ++row) {
       keys.Select(first + row, o.top_k, units.data() + int64_t{row} * o.top_k);
     }
+    if (UnionOf(units) > o.places) return -1;
     missed += pool.Update(units, first, o.rows);
   }
   return static_cast<double>(missed) / o.steps;
@@ -224,15 +246,19 @@ absl::StatusOr<std::vector<double>> DrawnMisses(const DrawnSelections& o) {
                                                    o.top_k + kWarmRows, " tokens or more, found ",
                                                    o.context));
   }
-  if (o.rows < 1 || o.rows > kernels::kMaxQueryPositions || o.places < int64_t{o.rows} * o.top_k) {
+  if (o.rows < 1 || o.rows > kernels::kMaxQueryPositions || o.places < o.top_k) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "steps of ", o.rows, " rows of ", o.top_k, " entries need 1 to ",
-        kernels::kMaxQueryPositions, " rows and as many places as they select, found ", o.places));
+        "a step has 1 to ", kernels::kMaxQueryPositions, " rows, found ", o.rows,
+        ", and at least a place for each of the ", o.top_k, " selected, found ", o.places));
   }
   std::vector<double> misses(static_cast<size_t>(o.paths));
   ParallelFor(o.paths, [&](int64_t path) {
     misses[static_cast<size_t>(path)] = MissesOfPath(o, static_cast<int>(path));
   });
+  if (*std::min_element(misses.begin(), misses.end()) < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the ", o.rows, " rows of a step select more than ", o.places, " entries"));
+  }
   return misses;
 }
 

@@ -4,8 +4,10 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "src/bench/simulate/capacity.h"
 #include "src/bench/simulate/misses.h"
 #include "src/bench/simulate/operator_times.h"
+#include "src/bench/simulate/simulate_options.h"
 #include "src/bench/simulate/step_model.h"
 #include "src/model/model_config.h"
 
@@ -312,9 +314,52 @@ TEST_CASE("selections that no pool could hold are refused") {
   options.places = 1024;
   options.rows = 5;
   CHECK(DrawnMisses(options).status().code() == absl::StatusCode::kInvalidArgument);
+  options.rows = 4;
+  options.places = 257;
+  CHECK(DrawnMisses(options).status().message().find("select more than 257") != std::string::npos);
   options.rows = 1;
   options.context = 260;
   CHECK(DrawnMisses(options).status().code() == absl::StatusCode::kInvalidArgument);
+}
+
+TEST_CASE("capacity is that of the measured runs' pools") {
+  // measured.md: 26 of full and 78 of ess at 32K under 40,200 MiB, 5 and 19 at 128K under 30,300.
+  const ModelConfig config = Ep32();
+  CapacityAsk ask;
+  ask.context = 32768;
+  ask.hbm_bytes = int64_t{40200} << 20;
+  ask.dram_bytes = int64_t{108} << 30;
+  CHECK(CapacityOf(config, ask)->sequences == 26);
+  ask.ess = true;
+  CHECK(CapacityOf(config, ask)->sequences == 78);
+  CHECK(CapacityOf(config, ask)->bound == "HBM");
+  CHECK(CapacityOf(config, ask)->places == 6560);
+  ask.hbm_bytes = int64_t{90} << 30;
+  CHECK(CapacityOf(config, ask)->sequences == 88);
+  CHECK(CapacityOf(config, ask)->bound == "DRAM");
+  ask.ratio = 1;
+  CHECK(CapacityOf(config, ask)->whole);
+  ask.ratio = 0.1;
+  ask.context = 131072;
+  ask.hbm_bytes = int64_t{30300} << 20;
+  CHECK(CapacityOf(config, ask)->sequences == 19);
+  ask.draft_layers = 1;  // A draft layer's caches are 0.1 GB of such a sequence's 1.6.
+  CHECK(CapacityOf(config, ask)->sequences == 18);
+  ask.ess = false;
+  ask.draft_layers = 0;
+  CHECK(CapacityOf(config, ask)->sequences == 5);
+}
+
+TEST_CASE("misses on the command line") {
+  CHECK(ParseMisses("80")->size() == 8);
+  CHECK(ParseMisses("80")->front() == 80);
+  CHECK(ParseMisses("189:21:572")->back() == Approx(572));
+  CHECK(ParseMisses("drawn")->empty());
+  CHECK(ParseMisses("profile.json")->empty());
+  for (const char* wrong : {"1:2", "1:2:3", "-1", "5:1:2", "1:2:3:4"}) {
+    INFO(wrong);
+    CHECK_FALSE(ParseMisses(wrong).ok());
+  }
 }
 
 }  // namespace
