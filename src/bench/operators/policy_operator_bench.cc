@@ -9,6 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "src/base/status_macros.h"
 #include "src/bench/harness/bench_device.h"
+#include "src/bench/operators/device_timer.h"
 #include "src/bench/operators/kernel_bench.h"
 #include "src/bench/operators/policy_operators.h"
 
@@ -20,42 +21,6 @@ constexpr int kLongLaunches = 2;    // Launches in a recording if each one is lo
 constexpr double kLongBytes = 5e7;  // Bytes over the link that make a launch long.
 constexpr size_t kLinkBytes = 256 << 20;
 constexpr size_t kLeastProbe = 8 << 20;  // Below this size a rate measures launches.
-constexpr int kLeastSamples = 5, kMostSamples = 200;
-
-// Times runs of the work that `enqueue` puts on a stream, by the device's clock.
-class DeviceTimer {
- public:
-  DeviceTimer(Device& device, double seconds)
-      : device_(device),
-        seconds_(seconds),
-        stream_(device.NewStream(Device::StreamKind::kCompute)),
-        begin_(device.NewTimedEvent()),
-        end_(device.NewTimedEvent()) {}
-
-  absl::StatusOr<Timing> Time(const std::function<void(Stream&)>& enqueue) {
-    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Program> program,
-                            device_.Record(*stream_, enqueue));
-    std::vector<double> seconds;
-    double sum = 0;
-    for (int i = -1; i < kMostSamples && (i < kLeastSamples || sum < seconds_); ++i) {
-      stream_->Record(*begin_);
-      program->Run(*stream_);
-      stream_->Record(*end_);
-      end_->Wait();
-      SLUICE_RETURN_IF_ERROR(device_.Health());
-      if (i < 0) continue;
-      seconds.push_back(absl::ToDoubleSeconds(end_->Since(*begin_)));
-      sum += seconds.back();
-    }
-    return TimingOf(std::move(seconds));
-  }
-
- private:
-  Device& device_;
-  const double seconds_;
-  const std::unique_ptr<Stream> stream_;
-  const std::unique_ptr<TimedEvent> begin_, end_;
-};
 
 // Returns the bytes per second from pinned memory to the device's memory.
 absl::StatusOr<double> LinkRate(Device& device, DeviceTimer& timer) {

@@ -49,69 +49,28 @@ const char* NameOf(GroupReduction reduction) {
 absl::StatusOr<std::unique_ptr<PolicyOperators>> PolicyOperators::Create(Device& device,
                                                                          const PolicyShape& shape) {
   auto made = absl::WrapUnique(new PolicyOperators(device, shape));
-  if (made->status_.ok()) made->status_ = device.Health();
-  if (!made->status_.ok()) return made->status_;
+  made->operands_.Fail(device.Health());
+  if (!made->operands_.status().ok()) return made->operands_.status();
   return made;
 }
 
 PolicyOperators::PolicyOperators(Device& device, const PolicyShape& shape)
-    : device_(device), shape_(shape), stream_(device.NewStream(Device::StreamKind::kCompute)) {
+    : device_(device), shape_(shape), operands_(device) {
   const auto rows = static_cast<size_t>(shape.rows);
   std::vector<int32_t> slots(rows);
   std::iota(slots.begin(), slots.end(), 0);
-  slots_ = Put(slots);
+  slots_ = operands_.Put(slots);
   for (int32_t step = 0; step < kSteps; ++step) {
-    positions_.push_back(Put(std::vector<int32_t>(rows, shape.context - kSteps + step)));
+    positions_.push_back(operands_.Put(std::vector<int32_t>(rows, shape.context - kSteps + step)));
   }
-  q_ = Put(Normal(int64_t{shape.rows} * shape.heads * shape.head_dim, 1.0f, random_));
+  q_ = operands_.Put(
+      Normal(int64_t{shape.rows} * shape.heads * shape.head_dim, 1.0f, operands_.random()));
   AddDigests();
   AddScores();
   AddTopK();
   AddPartial();
   AddResidency();
   AddAttention();
-}
-
-void* PolicyOperators::Room(MemoryKind kind, int64_t bytes) {
-  if (!status_.ok()) return nullptr;
-  absl::StatusOr<Buffer> buffer =
-      device_.Allocate(kind, static_cast<size_t>(std::max<int64_t>(bytes, 16)), "operands");
-  if (!buffer.ok()) {
-    status_ = buffer.status();
-    return nullptr;
-  }
-  buffers_.push_back(*std::move(buffer));
-  return buffers_.back().data();
-}
-
-void PolicyOperators::Fill(void* to, int64_t bytes, const void* from, int64_t from_bytes) {
-  if (!status_.ok() || bytes == 0) return;
-  absl::StatusOr<Buffer> staged =
-      device_.Allocate(MemoryKind::kPinned, static_cast<size_t>(from_bytes), "operands");
-  if (!staged.ok()) {
-    status_ = staged.status();
-    return;
-  }
-  std::memcpy(staged->data(), from, static_cast<size_t>(from_bytes));
-  for (int64_t at = 0; at < bytes; at += from_bytes) {
-    stream_->Copy(static_cast<char*>(to) + at, staged->data(),
-                  static_cast<size_t>(std::min(from_bytes, bytes - at)));
-  }
-  const std::unique_ptr<Event> done = device_.NewEvent();
-  stream_->Record(*done);
-  done->Wait();
-}
-
-void* PolicyOperators::RandomBf16(MemoryKind kind, int64_t bytes) {
-  constexpr int64_t kDifferent = 1 << 22;
-  void* const data = Room(kind, bytes);
-  std::vector<uint16_t> values(static_cast<size_t>(std::min(bytes, kDifferent) / 2));
-  for (uint16_t& v : values) {
-    const uint32_t bits = random_();
-    v = static_cast<uint16_t>((bits & 0x80FFu) | 0x3F00u);  // 0.5 to 2
-  }
-  Fill(data, bytes, values.data(), static_cast<int64_t>(values.size()) * 2);
-  return data;
 }
 
 PagedRows PolicyOperators::Rows(int64_t rows, int32_t rows_per_page, int32_t dim, DType type,
@@ -122,9 +81,9 @@ PagedRows PolicyOperators::Rows(int64_t rows, int32_t rows_per_page, int32_t dim
   const int64_t bytes = all * shape_.kv_heads * head_bytes;
   PagedRows made{};
   // The caller fills in the tables' elements.
-  made.base = type == DType::kBFloat16 ? RandomBf16(MemoryKind::kDevice, bytes)
-                                       : Room(MemoryKind::kDevice, bytes);
-  made.page_table = Put(Shuffled(all, random_));
+  made.base = type == DType::kBFloat16 ? operands_.RandomBf16(MemoryKind::kDevice, bytes)
+                                       : operands_.Room(MemoryKind::kDevice, bytes);
+  made.page_table = operands_.Put(Shuffled(all, operands_.random()));
   made.table_stride = pages;
   made.page_bytes = shape_.kv_heads * head_bytes;
   made.head_bytes = head_bytes;
@@ -136,11 +95,11 @@ PagedRows PolicyOperators::Rows(int64_t rows, int32_t rows_per_page, int32_t dim
 }
 
 PagedCache PolicyOperators::Cache(MemoryKind kind, int64_t blocks, int64_t pages) {
-  std::vector<int32_t> table = Shuffled(blocks * shape_.rows, random_);
+  std::vector<int32_t> table = Shuffled(blocks * shape_.rows, operands_.random());
   for (int32_t& page : table) page = static_cast<int32_t>(page % pages);
   PagedCache cache{};
-  cache.base = RandomBf16(kind, pages * shape_.page_bytes());
-  cache.block_table = Put(table);
+  cache.base = operands_.RandomBf16(kind, pages * shape_.page_bytes());
+  cache.block_table = operands_.Put(table);
   cache.table_stride = blocks;
   cache.page_bytes = shape_.page_bytes();
   cache.block_tokens = shape_.block_tokens;
@@ -154,7 +113,7 @@ std::vector<int32_t> PolicyOperators::Lists(int32_t units, int32_t count) {
   std::vector<int32_t> lists, middle(static_cast<size_t>(units - 3));
   std::iota(middle.begin(), middle.end(), 1);
   for (int64_t list = 0; list < shape_.lists(); ++list) {
-    std::shuffle(middle.begin(), middle.end(), random_);
+    std::shuffle(middle.begin(), middle.end(), operands_.random());
     std::vector<int32_t> one(middle.begin(), middle.begin() + count - 3);
     one.insert(one.end(), {0, units - 2, units - 1});
     std::sort(one.begin(), one.end());
@@ -164,7 +123,8 @@ std::vector<int32_t> PolicyOperators::Lists(int32_t units, int32_t count) {
 }
 
 UnitLists PolicyOperators::EmptyLists(int32_t capacity) {
-  return {Room<int32_t>(shape_.lists() * capacity), Room<int32_t>(shape_.lists()), capacity};
+  return {operands_.Room<int32_t>(shape_.lists() * capacity),
+          operands_.Room<int32_t>(shape_.lists()), capacity};
 }
 
 void PolicyOperators::AddDigests() {
@@ -180,7 +140,7 @@ void PolicyOperators::AddDigests() {
                     device_.kernels().Digest(stream, p);
                   }});
   p.cache = Cache(MemoryKind::kPinned, shape_.blocks(), shape_.blocks());
-  p.first_positions = Put(std::vector<int32_t>{0});
+  p.first_positions = operands_.Put(std::vector<int32_t>{0});
   p.rows = 1;
   all_.push_back({"digests of one whole prompt", 0, shape_.blocks() * key_block,
                   [this, p](Stream& stream, int) mutable {
@@ -198,7 +158,7 @@ void PolicyOperators::AddScores() {
   p.slots = slots_;
   p.digests = Rows(shape_.blocks(), 32, 2 * shape_.head_dim, DType::kBFloat16, sets);
   p.score_stride = shape_.blocks() + 1;
-  p.scores = Room<float>(shape_.lists() * p.score_stride);
+  p.scores = operands_.Room<float>(shape_.lists() * p.score_stride);
   p.positions = positions_[0];
   p.rows = shape_.rows;
   p.heads = shape_.heads;
@@ -220,7 +180,7 @@ void PolicyOperators::AddTopK() {
   const auto add = [&](const char* name, int32_t units, int32_t unit_tokens, int32_t k,
                        int32_t first, int32_t last, float margin) {
     TopKParams p{};
-    p.scores = Put(Normal(shape_.lists() * units, 2.0f, random_));
+    p.scores = operands_.Put(Normal(shape_.lists() * units, 2.0f, operands_.random()));
     p.score_stride = units;
     p.slots = slots_;
     p.positions = positions_[0];
@@ -247,7 +207,7 @@ void PolicyOperators::AddPartial() {
   const double bytes = double(shape_.lists()) * shape_.context * kRank * 2;
   const int sets = SetsOf(bytes);
   const PagedRows partial = Rows(shape_.context, 512, kRank, DType::kBFloat16, sets);
-  const float* const columns = Put(Normal(projection, 0.1f, random_));
+  const float* const columns = operands_.Put(Normal(projection, 0.1f, operands_.random()));
 
   PartialKeysParams keys{};
   keys.cache = Cache(MemoryKind::kDevice, shape_.blocks(), shape_.rows * 4);
@@ -270,7 +230,7 @@ void PolicyOperators::AddPartial() {
   scores.projection = columns;
   scores.partial = partial;
   scores.score_stride = shape_.context;
-  scores.scores = Room<float>(shape_.lists() * scores.score_stride);
+  scores.scores = operands_.Room<float>(shape_.lists() * scores.score_stride);
   scores.rows = shape_.rows;
   scores.heads = shape_.heads;
   scores.head_dim = shape_.head_dim;
@@ -303,7 +263,7 @@ void PolicyOperators::AddResidency() {
     std::iota(identity.begin(), identity.end(), 0);
     return identity;
   }();
-  t.place_of.page_table = t.places.page_table = Put(pages);
+  t.place_of.page_table = t.places.page_table = operands_.Put(pages);
   for (int64_t list = 0; list < shape_.lists(); ++list) {
     int32_t place = kRing;
     for (int32_t i = 0; i < budget; ++i) {
@@ -320,13 +280,14 @@ void PolicyOperators::AddResidency() {
     }
   }
   const auto few = static_cast<int32_t>(missing.size() / static_cast<size_t>(shape_.lists()));
-  t.place_of.base = Put(place_of);
-  t.places.base = Put(places);
-  const UnitLists all = {Put(selected),
-                         Put(std::vector<int32_t>(static_cast<size_t>(shape_.lists()), budget)),
-                         budget};
+  t.place_of.base = operands_.Put(place_of);
+  t.places.base = operands_.Put(places);
+  const UnitLists all = {
+      operands_.Put(selected),
+      operands_.Put(std::vector<int32_t>(static_cast<size_t>(shape_.lists()), budget)), budget};
   const UnitLists lacking = {
-      Put(missing), Put(std::vector<int32_t>(static_cast<size_t>(shape_.lists()), few)), few};
+      operands_.Put(missing),
+      operands_.Put(std::vector<int32_t>(static_cast<size_t>(shape_.lists()), few)), few};
 
   SplitParams split{};
   split.residency = t;
@@ -334,7 +295,7 @@ void PolicyOperators::AddResidency() {
   split.positions = positions_[0];
   split.selected = all;
   split.resident = EmptyLists(t.count);
-  split.places = Room<int32_t>(shape_.lists() * t.count);
+  split.places = operands_.Room<int32_t>(shape_.lists() * t.count);
   split.missing = EmptyLists(budget);
   split.rows = shape_.rows;
   split.kv_heads = shape_.kv_heads;
@@ -346,9 +307,9 @@ void PolicyOperators::AddResidency() {
   due.slots = slots_;
   due.selected = all;
   due.missing = lacking;
-  due.since = Room<int32_t>(shape_.rows);
-  due.counters = Room<SparseCounters>(shape_.rows);
-  due.due = Room<int32_t>(shape_.rows);
+  due.since = operands_.Room<int32_t>(shape_.rows);
+  due.counters = operands_.Room<SparseCounters>(shape_.rows);
+  due.due = operands_.Room<int32_t>(shape_.rows);
   due.rows = shape_.rows;
   due.kv_heads = shape_.kv_heads;
   due.unit_tokens = shape_.block_tokens;
@@ -363,9 +324,9 @@ void PolicyOperators::AddResidency() {
   recall.missing = lacking;
   recall.home = Cache(MemoryKind::kPinned, blocks, shape_.rows * 4);
   recall.resident = Cache(MemoryKind::kDevice, t.count, shape_.rows * 4);
-  recall.source_units = Room<int32_t>(shape_.lists() * few);
-  recall.target_units = Room<int32_t>(shape_.lists() * few);
-  recall.move_counts = Room<int32_t>(shape_.lists());
+  recall.source_units = operands_.Room<int32_t>(shape_.lists() * few);
+  recall.target_units = operands_.Room<int32_t>(shape_.lists() * few);
+  recall.move_counts = operands_.Room<int32_t>(shape_.lists());
   recall.counters = due.counters;
   recall.rows = shape_.rows;
   recall.kv_heads = shape_.kv_heads;
@@ -379,7 +340,7 @@ void PolicyOperators::AddResidency() {
 
   WriteThroughParams write{};
   const int64_t written = shape_.lists() * 2 * shape_.head_dim * 2;
-  write.written = RandomBf16(MemoryKind::kDevice, written);
+  write.written = operands_.RandomBf16(MemoryKind::kDevice, written);
   write.slots = slots_;
   write.home = recall.home;
   write.rows = shape_.rows;
@@ -401,16 +362,16 @@ void PolicyOperators::AddAttention() {
   p.positions = positions_[0];
   p.cache =
       Cache(MemoryKind::kDevice, int64_t{budget} * sets, int64_t{budget} * sets * shape_.rows);
-  p.units = Put(Lists(shape_.blocks(), budget));
+  p.units = operands_.Put(Lists(shape_.blocks(), budget));
   std::vector<int32_t> places;
   for (int64_t list = 0; list < shape_.lists(); ++list) {
-    const std::vector<int32_t> one = Shuffled(budget, random_);
+    const std::vector<int32_t> one = Shuffled(budget, operands_.random());
     places.insert(places.end(), one.begin(), one.end());
   }
-  p.places = Put(places);
-  p.counts = Put(std::vector<int32_t>(static_cast<size_t>(shape_.lists()), budget));
-  p.o = Room<float>(int64_t{shape_.rows} * shape_.heads * shape_.head_dim);
-  p.lse = Room<float>(int64_t{shape_.rows} * shape_.heads);
+  p.places = operands_.Put(places);
+  p.counts = operands_.Put(std::vector<int32_t>(static_cast<size_t>(shape_.lists()), budget));
+  p.o = operands_.Room<float>(int64_t{shape_.rows} * shape_.heads * shape_.head_dim);
+  p.lse = operands_.Room<float>(int64_t{shape_.rows} * shape_.heads);
   p.capacity = budget;
   p.unit_tokens = shape_.block_tokens;
   p.rows = shape_.rows;
@@ -432,8 +393,8 @@ void PolicyOperators::AddAttention() {
   average.cache = p.cache;
   average.units = p.units;
   average.places = p.places;
-  average.counts =
-      Put(std::vector<int32_t>(static_cast<size_t>(shape_.lists()), std::max(1, budget / 4)));
+  average.counts = operands_.Put(
+      std::vector<int32_t>(static_cast<size_t>(shape_.lists()), std::max(1, budget / 4)));
   average.lse = p.lse;
   average.average = Rows(int64_t{budget} * shape_.block_tokens, budget * shape_.block_tokens, 1,
                          DType::kFloat32, 1);

@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/sparse_params.h"
+#include "src/bench/operators/device_operands.h"
 #include "src/device/device.h"
 
 namespace sluice::bench {
@@ -58,25 +58,6 @@ class PolicyOperators {
   void AddResidency();
   void AddAttention();
 
-  // Returns memory that lives as long as this object. Returns null after an error, which status_
-  // keeps.
-  void* Room(MemoryKind kind, int64_t bytes);
-  template <typename T>
-  T* Room(int64_t count) {
-    return static_cast<T*>(Room(MemoryKind::kDevice, count * static_cast<int64_t>(sizeof(T))));
-  }
-  template <typename T>
-  T* Put(const std::vector<T>& values) {
-    T* const data = Room<T>(static_cast<int64_t>(values.size()));
-    Fill(data, static_cast<int64_t>(values.size() * sizeof(T)), values.data(),
-         static_cast<int64_t>(values.size() * sizeof(T)));
-    return data;
-  }
-  // Fills `to` with repeated copies of `from`.
-  void Fill(void* to, int64_t bytes, const void* from, int64_t from_bytes);
-  // Returns bf16 values of both signs and magnitude about 1.
-  void* RandomBf16(MemoryKind kind, int64_t bytes);
-
   kernels::PagedRows Rows(int64_t rows, int32_t rows_per_page, int32_t dim, kernels::DType type,
                           int sets);
   kernels::PagedCache Cache(MemoryKind kind, int64_t blocks, int64_t pages);
@@ -86,10 +67,7 @@ class PolicyOperators {
 
   Device& device_;
   const PolicyShape shape_;
-  const std::unique_ptr<Stream> stream_;
-  std::mt19937 random_{1};
-  absl::Status status_;
-  std::vector<Buffer> buffers_;
+  DeviceOperands operands_;
   std::vector<PolicyOperator> all_;
   int32_t* slots_ = nullptr;
   std::vector<int32_t*> positions_;  // Positions of consecutive steps.
