@@ -88,3 +88,50 @@ def test_what_was_not_measured_is_named(tmp_path):
     assert done.returncode == 1 and "latent caches and an indexer" in done.stderr
     done = simulate("--batches", "1", "--misses", str(tmp_path / "none.json"))
     assert done.returncode == 1 and "none.json" in done.stderr
+
+
+SMALL = ROOT / "configs/models/topic-drift-indexer-small"
+
+
+def time_operators(*more, model=SMALL, contexts="512,1024", misses="0,16,64"):
+    return run(BENCH, "kernels", "--only", "step", "--model", str(model), "--step-rows", "1,2,4", "--contexts", contexts,
+               "--misses", misses, "--sequences", "4", "--seconds", "0.002", "--threads", "2", *more, timeout=120)
+
+
+def test_times_of_operators_that_one_run_measures_make_forecasts(tmp_path):
+    times = tmp_path / "operators.json"
+    done = time_operators("--json", str(times))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(times.read_text())
+    measured = report["details"]["operator_times"]
+    recorded = json.loads(OPERATORS.read_text())["operator_times"]
+    assert set(measured["operators"]) == set(recorded["operators"])  # Nothing lacks, and nothing is superfluous.
+    assert set(measured["constants"]) == set(recorded["constants"])
+    assert measured["geometry"]["hidden_size"] == 1024 and "threads 2" in measured["machine"]
+    for name, operator in measured["operators"].items():
+        counts = [count for count, _ in operator["points"]]
+        assert counts == sorted(set(counts)), name
+        assert all(us > 0 for _, us in operator["points"]), name
+    assert len(report["figures"]) == sum(len(operator["points"]) for operator in measured["operators"].values())
+    args = ["--contexts", "4096", "--batches", "1,4", "--misses", "16", "--least-places", "2049"]
+    done = simulate(*args, operators=times, model=SMALL)
+    assert done.returncode == 1 and "was measured from" in done.stderr  # 4 x 4,096 keys are too many.
+    done = simulate(*args, "--extrapolate", "--json", operators=times, model=SMALL)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["details"]["steps"]) == 4
+    done = simulate("--batches", "1", operators=times)
+    assert done.returncode == 1 and "but the model has" in done.stderr  # Another model's.
+
+
+@pytest.mark.parametrize("shape, words", [
+    ({"contexts": "256"}, "four times what a row selects"), ({"misses": "129"}, "128 entries"),
+    ({"model": ROOT / "configs/models/qwen3-8b"}, "latent caches and an indexer"),
+])
+def test_shapes_whose_operators_cannot_be_timed(shape, words):
+    done = time_operators(**shape)
+    assert done.returncode == 1 and words in done.stderr
+
+
+def test_step_needs_a_model():
+    done = run(BENCH, "kernels", "--only", "step")
+    assert done.returncode == 2 and "--model" in done.stderr

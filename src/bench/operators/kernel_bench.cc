@@ -31,12 +31,19 @@ threads. Every wrong result is named, and then the exit status is 1.
 as a step launches them on --device: the bytes in its memory and over the link, the floor that they set (bytes
 over the rate at which the device reads as many bytes, or copies), and the share of the floor that is reached.
 This mode does not check results.
+
+--only step times the operators of a decode step of DeepSeek-V3.2's form (--model: a config.json), each at several
+amounts of work, and writes what sluice-bench simulate reads. It does not check results either. --home-gib fills
+so much pinned memory with hosts' caches, to find what an address translation costs a transfer; without it the
+constant of an H200 is written. The other constants that this command cannot measure are an H200's too.
 )";
 
 constexpr char kExamples[] =
     R"(  sluice-bench kernels --only attention --threads 1,2
   sluice-bench kernels --path amx --json kernels.json
   sluice-bench kernels --device cuda --only policies --rows 10 --context 65536
+  sluice-bench kernels --device cuda --only step --model configs/models/deepseek-v3.2-ep32 --home-gib 64 \
+      --json operators.json
 )";
 
 // Shorter figures use the bandwidth measured at the start.
@@ -51,6 +58,11 @@ struct Options {
   int64_t arena_mib = 512;
   std::string device = "cpu", match;
   int64_t rows = 10, context = 65536, budget = 2048;
+  // With --only step.
+  std::string model;
+  std::vector<int64_t> step_rows = {1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512};
+  std::vector<int64_t> contexts = {32768, 131072}, misses = {0, 16, 64, 256, 605, 2048};
+  int64_t sequences = 64, home_gib = 0;
   std::string json;
 };
 
@@ -209,6 +221,30 @@ int RunOnDevice(const Options& o, Report report) {
   return RunPolicyOperatorBench(options, std::move(report));
 }
 
+int RunSteps(const Options& o, Report report) {
+  if (o.model.empty()) return Usage("--only step needs --model");
+  StepPointOptions options;
+  options.device = o.device;
+  options.model = o.model;
+  options.match = o.match;
+  options.json = o.json;
+  options.threads = static_cast<int>(o.threads[0]);
+  options.seconds = o.seconds;
+  options.rows = o.step_rows;
+  options.contexts = o.contexts;
+  options.misses = o.misses;
+  options.sequences = o.sequences;
+  options.home_gib = static_cast<double>(o.home_gib);
+  report.shape = {{"device", o.device},
+                  {"model", o.model},
+                  {"rows", absl::StrJoin(o.step_rows, ",")},
+                  {"contexts", absl::StrJoin(o.contexts, ",")},
+                  {"misses", absl::StrJoin(o.misses, ",")},
+                  {"sequences", absl::StrCat(o.sequences)},
+                  {"home_gib", absl::StrCat(o.home_gib)}};
+  return RunStepPointBench(options, std::move(report));
+}
+
 }  // namespace
 
 int RunKernelBench(const Invocation& invocation) {
@@ -220,18 +256,27 @@ int RunKernelBench(const Invocation& invocation) {
   flags.Integers("threads", "threads that share an operator; several values give a table each", 1,
                  1024, &o.threads);
   flags.Choice("path", paths, "instruction set, one that this processor has", &o.path);
-  flags.Choice(
-      "only",
-      {"all", "linear", "attention", "sparse", "levels", "latent", "sample", "prefill", "policies"},
-      "operators to run", &o.only);
-  flags.Choice("device", {"cpu", "cuda"}, "device that --only policies runs on", &o.device);
-  flags.Text("match", "TEXT", "with --only policies: run operators whose names contain this",
-             &o.match);
+  flags.Choice("only",
+               {"all", "linear", "attention", "sparse", "levels", "latent", "sample", "prefill",
+                "policies", "step"},
+               "operators to run", &o.only);
+  flags.Choice("device", {"cpu", "cuda"}, "device that --only policies and --only step run on",
+               &o.device);
+  flags.Text("match", "TEXT",
+             "with --only policies or step: run operators whose names contain this", &o.match);
   flags.Integer("rows", "with --only policies: decode rows", 1, 1024, &o.rows);
   flags.Integer("context", "with --only policies: tokens of each row's sequence", 512, 1 << 20,
                 &o.context);
   flags.Integer("budget", "with --only policies: tokens that a row attends to", 128, 1 << 16,
                 &o.budget);
+  flags.Text("model", "DIR", "with --only step: directory with config.json", &o.model);
+  flags.Integers("step-rows", "with --only step: decode rows", 1, 4096, &o.step_rows);
+  flags.Integers("contexts", "with --only step: tokens of a sequence", 64, 1 << 20, &o.contexts);
+  flags.Integers("misses", "with --only step: entries that a sequence misses", 0, 65536, &o.misses);
+  flags.Integer("sequences", "with --only step: sequences whose misses are fetched", 1, 1024,
+                &o.sequences);
+  flags.Integer("home-gib", "with --only step: pinned memory beyond address translation", 0, 4096,
+                &o.home_gib);
   flags.Seconds("seconds", "time spent on each figure", 60, &o.seconds);
   flags.Integer("arena-mib",
                 "memory that weights and caches cycle through, and that the bandwidth is measured "
@@ -244,9 +289,11 @@ int RunKernelBench(const Invocation& invocation) {
                   {"path", o.path},
                   {"only", o.only},
                   {"arena_mib", absl::StrCat(o.arena_mib)}};
+  if (o.only == "step") return RunSteps(o, std::move(report));
   if (o.only != "policies") {
     if (o.device == "cpu") return KernelBench(o, std::move(report)).Run();
-    return Usage("--device cuda needs --only policies; tests/bench/cuda times the other operators");
+    return Usage(
+        "--device cuda needs --only policies or step; tests/bench/cuda times the other operators");
   }
   return RunOnDevice(o, std::move(report));
 }

@@ -17,7 +17,17 @@ struct PolicyBenchOptions {
   std::string json;
 };
 
-// Returns the exit status.
+struct StepPointOptions {
+  std::string device = "cpu", model, match, json;
+  int threads = 1;
+  double seconds = 0.3;
+  std::vector<int64_t> rows, contexts, misses;
+  int64_t sequences = 64;
+  double home_gib = 0;
+};
+
+// Each returns the exit status.
+int RunStepPointBench(const StepPointOptions& options, Report report);
 int RunPolicyOperatorBench(const PolicyBenchOptions& options, Report report);
 
 }  // namespace sluice::bench

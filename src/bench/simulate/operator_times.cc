@@ -130,6 +130,42 @@ absl::Status OperatorTimes::CheckGeometry(const ModelConfig& config) const {
   return absl::OkStatus();
 }
 
+OperatorTimes OperatorTimes::Of(const std::string& machine, const ModelConfig& config) {
+  OperatorTimes times;
+  times.path_ = machine;
+  times.machine_ = machine;
+  times.geometry_ = GeometryOf(config);
+  return times;
+}
+
+void OperatorTimes::AddPoint(const std::string& name, const std::string& axis,
+                             const std::string& source, double count, double us) {
+  OperatorCurve& curve = curves_[name];
+  curve.axis = axis;
+  curve.source = source;
+  curve.points.emplace_back(count, us);
+  std::sort(curve.points.begin(), curve.points.end());
+}
+
+void OperatorTimes::AddConstant(const std::string& name, double value, const std::string& source) {
+  constants_[name] = value;
+  constant_sources_[name] = source;
+}
+
+json OperatorTimes::Json() const {
+  json root = {{"machine", machine_}, {"geometry", geometry_}};
+  for (const auto& [name, value] : constants_) {
+    const auto source = constant_sources_.find(name);
+    root["constants"][name] = {{"value", value},
+                               {"source", source == constant_sources_.end() ? "" : source->second}};
+  }
+  for (const auto& [name, curve] : curves_) {
+    root["operators"][name] = {
+        {"axis", curve.axis}, {"source", curve.source}, {"points", curve.points}};
+  }
+  return root;
+}
+
 void OperatorTimes::Scale(const std::string& prefix, double factor) {
   for (auto& [name, curve] : curves_) {
     if (!absl::StartsWith(name, prefix)) continue;

@@ -41,6 +41,14 @@ class OperatorTimes {
   // its number of layers and of experts; the message names the first that differs.
   absl::Status CheckGeometry(const ModelConfig& config) const;
 
+  // Make what Json writes, point by point.
+  static OperatorTimes Of(const std::string& machine, const ModelConfig& config);
+  void AddPoint(const std::string& name, const std::string& axis, const std::string& source,
+                double count, double us);
+  void AddConstant(const std::string& name, double value, const std::string& source);
+  // Returns the object under "operator_times". Points are in the order of their counts.
+  nlohmann::json Json() const;
+
   const std::string& machine() const { return machine_; }
   const std::map<std::string, OperatorCurve>& curves() const { return curves_; }
 
@@ -53,6 +61,7 @@ class OperatorTimes {
   friend class TimeLookup;
   std::string path_, machine_;
   std::map<std::string, double> geometry_, constants_;
+  std::map<std::string, std::string> constant_sources_;
   std::map<std::string, OperatorCurve> curves_;
 };
 

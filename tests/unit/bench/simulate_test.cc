@@ -120,6 +120,27 @@ TEST_CASE("a file of times that is not one is refused by the key") {
   CHECK(OperatorTimes::Read("/nowhere.json").status().code() == absl::StatusCode::kNotFound);
 }
 
+TEST_CASE("times that were made point by point are read back as they are") {
+  const ModelConfig config = Ep32();
+  OperatorTimes made = OperatorTimes::Of("a machine", config);
+  made.AddPoint("a", "rows", "this run", 8, 30);
+  made.AddPoint("a", "rows", "this run", 1, 2);
+  made.AddConstant("gap", 4, "a page");
+  const json root = {{"details", {{"operator_times", made.Json()}}}};  // As a report has it.
+  const auto read = OperatorTimes::Parse(root, "f");
+  REQUIRE(read.ok());
+  CHECK(read->machine() == "a machine");
+  CHECK(read->CheckGeometry(config).ok());
+  CHECK(read->Json() == [&] {
+    json want = made.Json();
+    want["constants"]["gap"]["source"] = "";  // Sources are for people.
+    return want;
+  }());
+  TimeLookup look(&*read, /*extrapolate=*/false);
+  CHECK(look.Us("a", 4.5) == Approx(16));
+  CHECK(look.Constant("gap") == 4);
+}
+
 TEST_CASE("times are refused for a model of another geometry, by the dimension that differs") {
   const OperatorTimes times = Recorded();
   CHECK(times.CheckGeometry(Ep32()).ok());
