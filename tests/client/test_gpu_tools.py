@@ -234,6 +234,12 @@ def test_a_large_gpu_measures_64_sequences_and_one_of_80_gb_48(place, tmp_path):
     assert "1,8,32,64" in large.command
 
 
+def test_operators_of_a_step_are_timed_with_a_model_that_exists(place, tmp_path):
+    timed = bench.operators_bench(Place(ROOT), tmp_path)
+    assert (Path(of(timed.command, "--model")) / "config.json").is_file()
+    assert of(timed.command, "--only") == "step" and Path(of(timed.command, "--json")) == timed.json_file
+
+
 @pytest.mark.parametrize("tool", ["gpu-stage", "gpu-test"])
 def test_help_teaches(tool):
     done = subprocess.run([ROOT / "tools" / tool, "--help"], capture_output=True, text=True, check=True)

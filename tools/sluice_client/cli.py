@@ -26,6 +26,8 @@ which generates.
   plot-policies
              plots the results of sluice-bench policies --out
   plot-heads plots the heads that sluice-profile --clo measured
+  plot-simulate
+             plots the forecasts of sluice-bench simulate
   plot-fluxion
              plots heads and predictors that sluice-profile fluxion measured
 """
@@ -236,6 +238,11 @@ def _add_plot_heads(p) -> None:
     p.add_argument("--out", metavar="PNG", help="the picture (default: the profile's name and .png)")
 
 
+def _add_plot_simulate(p) -> None:
+    p.add_argument("--report", metavar="FILE", required=True, help="the file that sluice-bench simulate --json wrote")
+    p.add_argument("--out", metavar="PNG", help="the picture (default: the report's name and .png)")
+
+
 def _add_plot_fluxion(p) -> None:
     p.add_argument("--summary", metavar="FILE", help="the file that sluice-profile fluxion summary --json wrote")
     p.add_argument("--check", metavar="FILE", help="the file that sluice-profile fluxion check --json wrote")
@@ -259,6 +266,7 @@ _COMMANDS = {
     "texts": ("Writes real text as token ids, and texts that hide pass keys.", _add_texts),
     "plot-policies": ("Plots a run of sluice-bench policies, as PNG files in its folder.", _add_plot_policies),
     "plot-heads": ("Plots the heads that sluice-profile --clo measured, as a PNG file.", _add_plot_heads),
+    "plot-simulate": ("Plots the forecasts of sluice-bench simulate, as a PNG file.", _add_plot_simulate),
     "plot-fluxion": ("Plots heads and predictors that sluice-profile fluxion measured, as a PNG file.",
                      _add_plot_fluxion),
 }

@@ -108,6 +108,14 @@ A row is a layer, a square a KV head: in how many lookups it keeps its selection
 neighbouring steps are, and from which clo_persistent_share on its whole cache lies in HBM.
 It needs matplotlib: .venv/bin/pip install matplotlib
 """,
+    "plot-simulate": """example:
+  build/release/bin/sluice-bench simulate --operators tests/bench/simulate/h200_operators.json \\
+      --model configs/models/deepseek-v3.2-ep32 --batches 8,26,76 --misses 189:21:572 --json simulate.json
+  tools/sluice plot-simulate --report simulate.json
+
+Bars have the parts of each step, lines tokens/s by batch. Both are forecasts.
+It needs matplotlib: .venv/bin/pip install matplotlib
+""",
     "plot-fluxion": """example:
   build/release/bin/sluice-profile fluxion summary m.samples --predictor m.predictor --json summary.json
   build/release/bin/sluice-profile fluxion check m.predictor --model models/m --texts other.json --json check.json

@@ -11,6 +11,7 @@ from sluice_gpu import machine
 from sluice_gpu.jobs import SKIPPED_STATUS, run_command
 from sluice_gpu.place import Place
 
+LATENT_MODEL = "configs/models/deepseek-v3.2-ep32"
 MODEL = "configs/models/qwen3-8b"  # only config.json; the weights are dummies
 # The weights take 16.4 GB and each sequence of 8K tokens takes 1.2 GB of cache, so 48 sequences fill 80 GB.
 LARGEST_BATCH_80_GB = 48
@@ -46,15 +47,23 @@ def step_bench(place: Place, gpu: dict[str, str], results: Path) -> Bench:
                   "--trace", str(results / "step-trace.json"), "--json", str(file)], 300, file)
 
 
+def operators_bench(place: Place, results: Path) -> Bench:
+    """Returns the run whose report sluice-bench simulate reads: every operator of a step of DeepSeek-V3.2's rank."""
+    file = results / "operators.json"
+    return Bench("operators of a decode step, DeepSeek-V3.2",
+                 [str(place.bin / "sluice-bench"), "kernels", "--device", "cuda", "--only", "step", "--model",
+                  str(place.root / LATENT_MODEL), "--home-gib", "48", "--seconds", "0.05", "--json", str(file)], 300, file)
+
+
 def benches(place: Place, gpu: dict[str, str], results: Path) -> list[Bench]:
-    """Returns every program of tests/bench/cuda (sluice-NAME-bench), then a whole step."""
+    """Returns every program of tests/bench/cuda (sluice-NAME-bench), then a whole step, and its operators for forecasts."""
     found = [Bench(program.name, [str(program)], 120)
              for program in sorted(place.bin.glob("sluice-*-bench")) if program.name not in CPU_BENCHES]
     if not found:
         print("gpu-test: no bench of a kernel is built: cmake --build --preset release --target benches",
               file=sys.stderr)
     if (place.bin / "sluice-bench").is_file():
-        found.append(step_bench(place, gpu, results))
+        found += [step_bench(place, gpu, results), operators_bench(place, results)]
     return found
 
 
