@@ -35,6 +35,8 @@ struct StepPoint {
   double parts = 1;  // Operators of one launch, among which its time is divided.
   std::function<void(Stream& stream, int number)> launch = nullptr;
   std::function<void(Stream& stream)> before = nullptr;  // Before each replay; may be null.
+  // UpdateResidency: device memory with what each sequence missed in the last launch.
+  const int32_t* missed = nullptr;
 };
 
 // Times a point. The point's operands live until it returns.

@@ -82,6 +82,7 @@ class Pools {
     ++replays_;
     stream.Copy(positions_, next_, static_cast<size_t>(launches_ * sequences_) * 4);
   }
+  const int32_t* missed() const { return p_.move_counts; }
   int launches() const { return static_cast<int>(launches_); }
   UpdateResidencyParams At(int number) const {
     UpdateResidencyParams p = p_;
@@ -134,6 +135,7 @@ absl::Status TimeUpdate(Device& device, const StepPointShape& shape, int64_t seq
     device.kernels().UpdateResidency(stream, pools.At(number));
   };
   point.before = [&](Stream& stream) { pools.MovePositions(stream); };
+  point.missed = pools.missed();
   return time(point);
 }
 
