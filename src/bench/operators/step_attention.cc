@@ -23,13 +23,20 @@ constexpr int kSets = 3;                         // Page tables that launches ta
 
 // Returns page tables of `rows` sequences of `blocks` blocks, over `pages` pages in any order.
 int32_t* PageTable(DeviceOperands& operands, int64_t rows, int64_t blocks, int64_t pages) {
-  std::vector<int32_t> order(static_cast<size_t>(pages)), table;
+  std::vector<int32_t> order(static_cast<size_t>(pages));
+  std::vector<int32_t> table(static_cast<size_t>(rows * blocks));
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), operands.random());
-  for (int64_t i = 0; i < rows * blocks; ++i) {
-    table.push_back(order[static_cast<size_t>(i % pages)]);
-  }
+  for (size_t i = 0; i < table.size(); ++i) table[i] = order[i % order.size()];
   return operands.Put(table);
+}
+
+// Returns kSets of them.
+std::vector<int32_t*> PageTables(DeviceOperands& operands, int64_t rows, int64_t blocks,
+                                 int64_t pages) {
+  std::vector<int32_t*> tables(kSets);
+  for (int32_t*& table : tables) table = PageTable(operands, rows, blocks, pages);
+  return tables;
 }
 
 std::vector<int32_t> Counted(int64_t count) {
@@ -56,11 +63,8 @@ absl::Status TimeAttention(Device& device, const StepPointShape& shape, const Ti
              c.latent->rank,
              c.latent->rope_dim,
              DType::kFloat8E4M3};
-  std::vector<int32_t*> tables;
-  for (int set = 0; set < kSets; ++set) {
-    tables.push_back(PageTable(operands, most, blocks, pages));
-  }
-  std::vector<int32_t> order = Counted(context), entries, then;
+  const auto tables = PageTables(operands, most, blocks, pages);
+  std::vector<int32_t> order = Counted(context), entries;
   std::vector<int32_t> first, second;
   for (int64_t row = 0; row < most; ++row) {
     std::shuffle(order.begin(), order.end(), operands.random());
@@ -146,10 +150,7 @@ absl::Status TimeIndexer(Device& device, const StepPointShape& shape, const Time
   logits.scores = operands.Room<float>(most_scores);
   operands.Fill(logits.scores, most_scores * 4, scores.data(), std::ssize(scores) * 4);
   logits.heads = static_cast<int32_t>(heads);
-  std::vector<int32_t*> tables;
-  for (int set = 0; set < kSets; ++set) {
-    tables.push_back(PageTable(operands, most, blocks, pages));
-  }
+  const auto tables = PageTables(operands, most, blocks, pages);
   TopKParams top{};
   top.scores = logits.scores;
   top.score_stride = logits.score_stride;

@@ -39,9 +39,9 @@ class Pool {
   Pool(int64_t tokens, int64_t places, int32_t capacity, int32_t rows)
       : place_of_(static_cast<size_t>(tokens), -1),
         places_(static_cast<size_t>(2 * places), -1),
-        lists_(static_cast<size_t>(2 * rows * capacity)),
-        moves_(static_cast<size_t>(2 * rows * rows * capacity)),
-        counts_(static_cast<size_t>(3 * rows)),
+        lists_(2 * static_cast<size_t>(rows) * static_cast<size_t>(capacity)),
+        moves_(lists_.size() * static_cast<size_t>(rows)),
+        counts_(3 * static_cast<size_t>(rows)),
         slots_(static_cast<size_t>(rows), 0),
         tokens_(tokens),
         count_(places),
@@ -74,7 +74,7 @@ class Pool {
     p.pool = Latents(count_);
     p.rows = count;
     kernels::FindKernelTable("portable")->update_residency(p, {0, 1});
-    return counts_[static_cast<size_t>(2 * rows_)];
+    return p.move_counts[0];
   }
 
  private:
@@ -160,9 +160,8 @@ class PathKeys {
     std::vector<float> query(kDim);
     for (int d = 0; d < kDim; ++d) {
       double sum = double{At(token, d)};
-      for (int j = 0; j < kDim; ++j) {
-        sum += change[static_cast<size_t>(d * kDim + j)] * double{At(token, j)};
-      }
+      const double* const row = change.data() + ptrdiff_t{d} * kDim;
+      for (int j = 0; j < kDim; ++j) sum += row[j] * double{At(token, j)};
       query[static_cast<size_t>(d)] = static_cast<float>(sum);
     }
     return query;
@@ -266,6 +265,7 @@ std::vector<double> MissesByLayer(const std::vector<double>& by_path, int layers
   LatentDrift drift;
   drift.paths = static_cast<int>(by_path.size());
   std::vector<double> misses;
+  misses.reserve(static_cast<size_t>(layers));
   for (int layer = 0; layer < layers; ++layer) {
     misses.push_back(by_path[static_cast<size_t>(PathOfLayer(drift, layer))]);
   }
