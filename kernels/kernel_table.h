@@ -89,6 +89,7 @@ struct KernelTable {
   void (*sparse_mla)(const SparseMlaParams&, Worker);
   void (*sparse_mla_merge)(const SparseMlaParams&, Worker);
   void (*update_residency)(const UpdateResidencyParams&, Worker);
+  void (*take_back_residency)(const TakeBackResidencyParams&, Worker);
   void (*route)(const RouteParams&, Worker);
   void (*route_pairs)(const RouteParams&, Worker);
   void (*expert_linear)(const ExpertLinearParams&, Worker);

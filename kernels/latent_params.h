@@ -211,7 +211,8 @@ struct SparseMlaParams {
   int32_t spare_processors;
   // Promises that the operator before this one in its stream is a Transfer that brings the entries
   // of second lists and nothing else that this one reads, and that everything before that Transfer
-  // is done when it begins. A GPU then computes first lists beneath the Transfer.
+  // is done when it begins. A GPU then computes first lists beneath the Transfer. Rows right behind
+  // a row of the same slot are exempt: the Transfer may bring entries of their first lists too.
   bool then_arrives = false;
   float scale;
   DType q_type;    // the kernel set's activation type
@@ -259,6 +260,18 @@ inline SparseMlaParams SecondOfTwo(SparseMlaParams p) {
 // of the home (by position) and of the pool (by place), so that one Transfer with pitches of
 // EntryBytes makes the moves.
 inline constexpr int32_t kMaxQueryPositions = 4;
+
+// What places held before rows took or stamped them, so that TakeBackResidency can undo the rows.
+// The row of position q of slot s is list s * rows + q % rows.
+struct ResidencyJournal {
+  int32_t* places;  // [slots][rows][capacity], in any order
+  int32_t* units;   // [slots][rows][capacity]: the unit that had the place, or -1
+  int32_t* stamps;  // [slots][rows][capacity]: the place's stamp
+  int32_t* counts;  // [slots][rows]
+  int32_t rows;     // >= the most rows of a sequence in a call
+  int32_t capacity;
+};
+
 struct UpdateResidencyParams {
   ResidencyTable residency;  // kv_heads 1, ring 0
   const int32_t* slots;
@@ -292,6 +305,34 @@ struct UpdateResidencyParams {
   // of its number. The result is the same except for stamps, which may stay as they are. REQUIRES:
   // not `forget`.
   const int32_t* whole;
+  // Says that each row of a sequence is updated by itself, one after the other, as by calls of its
+  // own: its lists, its places and their stamps depend on no row behind it, its moves are in its
+  // own list, and it counts as a step. No unit is moved twice, so a later row's `resident` may have
+  // places into which an earlier row's moves bring entries. A sequence may then have any number of
+  // rows, and move_capacity is that of one row. REQUIRES: not `forget`; a sequence with several
+  // rows has at least as many places as they select together, one more for each of them, and
+  // `ahead` more. (Then no row is given a place that a row before it uses: some place's stamp is
+  // older.)
+  bool in_turn = false;
+  // With `in_turn`: where it is written down what each row changes. rows 0: nowhere. Rows of whole
+  // sequences may be left out. REQUIRES: capacity >= selected.capacity + ahead.
+  ResidencyJournal journal = {};
+};
+
+// Undoes UpdateResidency (in_turn) for a sequence's last rows, the last one first: places, units
+// and stamps are again what they were. The entries of units that lose no place then are where they
+// were. Those of units that get a place back have to be fetched again, into the same place: the
+// moves, as in UpdateResidencyParams, lie in the journal itself (sources in `units`, targets in
+// `places`, both -1 where nothing is to be moved). One Transfer over all lists makes them.
+struct TakeBackResidencyParams {
+  ResidencyTable residency;  // kv_heads 1, ring 0
+  const int32_t* last;       // [slots] position of the slot's last row
+  const int32_t* rows;       // [slots] rows to undo, the last one included; at most journal.rows
+  ResidencyJournal journal;  // as the rows' calls have left it
+  PagedLatents home;         // base is not read
+  PagedLatents pool;         // base is not read
+  int32_t* move_counts;      // [slots][journal.rows]; 0 for rows that are not undone
+  int32_t slots;
 };
 
 // Routes rows to experts: s = sigmoid(logits), and experts are chosen by c = s + bias. The `groups`

@@ -27,6 +27,7 @@ void SelectUnion(const SelectUnionParams& p, Worker worker);
 void SegmentLists(const SegmentListsParams& p, Worker worker);
 void DivideLists(const DivideListsParams& p, Worker worker);
 void UpdateResidency(const UpdateResidencyParams& p, Worker worker);
+void TakeBackResidency(const TakeBackResidencyParams& p, Worker worker);
 void Route(const RouteParams& p, Worker worker);
 void RoutePairs(const RouteParams& p, Worker worker);
 

@@ -195,6 +195,7 @@ const KernelTable& Avx2Table() {
       .sparse_mla = SparseMla<FloatMla<Avx2>>,
       .sparse_mla_merge = SparseMlaMerge<Avx2>,
       .update_residency = UpdateResidency,
+      .take_back_residency = TakeBackResidency,
       .route = Route,
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<FloatTiles<Avx2>>,

@@ -85,6 +85,7 @@ const KernelTable& Avx512Bf16Table() {
       .sparse_mla = SparseMlaBf16<Avx512Products>,
       .sparse_mla_merge = SparseMlaMerge<Avx512>,
       .update_residency = UpdateResidency,
+      .take_back_residency = TakeBackResidency,
       .route = Route,
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<Bf16Tiles>,

@@ -148,6 +148,7 @@ const KernelTable& PortableTable() {
       .sparse_mla = SparseMla<FloatMla<Portable>>,
       .sparse_mla_merge = SparseMlaMerge<Portable>,
       .update_residency = UpdateResidency,
+      .take_back_residency = TakeBackResidency,
       .route = Route,
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<FloatTiles<Portable>>,

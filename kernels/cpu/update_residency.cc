@@ -1,4 +1,4 @@
-// UpdateResidency for every path: a worker runs whole sequences.
+// UpdateResidency and TakeBackResidency for every path: a worker runs whole sequences.
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/place_heap.h"
 #include "kernels/latent_layout.h"
@@ -57,10 +57,12 @@ class SequenceUpdate {
         slot_(p.slots[first]),
         last_(p.positions[first + count - 1]),
         kept_(p.residency.count),
-        given_(p.residency.count) {}
+        given_(p.residency.count),
+        list_(Notes() ? slot_ * p.journal.rows + last_ % p.journal.rows : 0) {}
 
   void Run() {
     if (p_.forget) Forget();
+    if (Notes()) p_.journal.counts[list_] = 0;
     const int32_t missing = Keep();
     if (missing > p_.move_capacity) KernelCheckFailed("update_residency: no room for the moves");
     GiveMissing(missing);
@@ -88,6 +90,19 @@ class SequenceUpdate {
     return row[0] != kNoPlace && !kept_.Has(place);
   }
 
+  bool Notes() const { return p_.in_turn && p_.journal.rows > 0; }
+  // Notes what a place holds before it changes.
+  void Note(int32_t place) {
+    if (!Notes()) return;
+    const ResidencyJournal& journal = p_.journal;
+    if (journal.counts[list_] >= journal.capacity)
+      KernelCheckFailed("update_residency: no room in the journal");
+    const int64_t at = list_ * journal.capacity + journal.counts[list_]++;
+    journal.places[at] = place;
+    journal.units[at] = Place(place)[0];
+    journal.stamps[at] = Place(place)[1];
+  }
+
   void Forget() {
     for (int32_t place = 0; place < t_.count; ++place) {
       int32_t& unit = *Place(place);
@@ -108,6 +123,7 @@ class SequenceUpdate {
         ++missing;
         continue;
       }
+      Note(place);
       Place(place)[1] = last_;
       kept_.Add(place);
     }
@@ -119,6 +135,7 @@ class SequenceUpdate {
 
   void Give(int32_t unit, int32_t place, int32_t stamp) {
     int32_t* row = Place(place);
+    Note(place);
     if (row[0] >= 0) PlaceOf(row[0]) = -1;
     row[0] = unit;
     row[1] = stamp;
@@ -183,9 +200,30 @@ class SequenceUpdate {
   const ResidencyTable& t_;
   const int64_t first_, count_, slot_;
   const int32_t last_;
-  PlaceSet kept_;   // places that were kept before anything was given
-  PlaceSet given_;  // places that this call has given
+  PlaceSet kept_;       // places that were kept before anything was given
+  PlaceSet given_;      // places that this call has given
+  const int64_t list_;  // the row's list in the journal
 };
+
+// Undoes the row whose list is `list`.
+void TakeBackRow(const TakeBackResidencyParams& p, int64_t slot, int64_t list) {
+  const ResidencyTable& t = p.residency;
+  const ResidencyJournal& journal = p.journal;
+  const int64_t begin = list * journal.capacity, end = begin + journal.counts[list];
+  p.move_counts[list] = journal.counts[list];
+  // A unit that loses its place was not there before the row, and so is none that gets one back.
+  for (int64_t at = begin; at < end; ++at) {
+    const int32_t place = journal.places[at], unit = journal.units[at];
+    int32_t* row = TableRow(t.places, slot, place);
+    const bool changed = row[0] != unit, moves = changed && unit >= 0;
+    if (changed && row[0] >= 0) *TableRow(t.place_of, slot, row[0]) = -1;
+    row[0] = unit;
+    row[1] = journal.stamps[at];
+    if (moves) *TableRow(t.place_of, slot, unit) = place;
+    journal.units[at] = moves ? static_cast<int32_t>(EntryIndex(p.home, slot, unit)) : -1;
+    journal.places[at] = moves ? static_cast<int32_t>(EntryIndex(p.pool, slot, place)) : -1;
+  }
+}
 
 }  // namespace
 
@@ -195,14 +233,27 @@ void UpdateResidency(const UpdateResidencyParams& p, Worker worker) {
   for (int64_t first = 0, count = 1; first < p.rows; first += count) {
     const int32_t slot = p.slots[first];
     for (count = 1; slot >= 0 && first + count < p.rows && p.slots[first + count] == slot;) ++count;
-    if (count > kMaxQueryPositions)
+    if (count > kMaxQueryPositions && !p.in_turn)
       KernelCheckFailed("update_residency: too many rows of one sequence");
     // The worker that has a sequence's first row has the sequence.
     if (first < mine.begin || first >= mine.end) continue;
     for (int64_t r = first; r < first + count; ++r) {
       p.resident_counts[r] = p.arriving_counts[r] = p.move_counts[r] = 0;
     }
-    if (slot >= 0) SequenceUpdate(p, first, count).Run();
+    if (slot < 0) continue;
+    const int64_t together = p.in_turn ? 1 : count;
+    for (int64_t r = first; r < first + count; r += together) SequenceUpdate(p, r, together).Run();
+  }
+}
+
+void TakeBackResidency(const TakeBackResidencyParams& p, Worker worker) {
+  const Range mine = Share(p.slots, worker);
+  for (int64_t slot = mine.begin; slot < mine.end; ++slot) {
+    const int64_t lists = slot * p.journal.rows;
+    for (int64_t i = 0; i < p.journal.rows; ++i) p.move_counts[lists + i] = 0;
+    for (int64_t undone = 0; undone < p.rows[slot]; ++undone) {
+      TakeBackRow(p, slot, lists + (p.last[slot] - undone) % p.journal.rows);
+    }
   }
 }
 

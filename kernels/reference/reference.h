@@ -58,6 +58,7 @@ void SparseMla(const SparseMlaParams& p, Worker worker);
 // the first phase leaves nothing to do
 void SparseMlaMerge(const SparseMlaParams& p, Worker worker);
 void UpdateResidency(const UpdateResidencyParams& p, Worker worker);
+void TakeBackResidency(const TakeBackResidencyParams& p, Worker worker);
 void Route(const RouteParams& p, Worker worker);
 void RoutePairs(const RouteParams& p, Worker worker);
 void ExpertLinear(const ExpertLinearParams& p, Worker worker);

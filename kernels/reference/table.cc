@@ -59,6 +59,7 @@ const KernelTable& Table() {
       .sparse_mla = SparseMla,
       .sparse_mla_merge = SparseMlaMerge,
       .update_residency = UpdateResidency,
+      .take_back_residency = TakeBackResidency,
       .route = Route,
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear,

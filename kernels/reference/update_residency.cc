@@ -15,6 +15,21 @@ void UpdateSequence(const UpdateResidencyParams& p, int64_t first, int64_t count
   const int64_t slot = p.slots[first];
   const int32_t last = p.positions[first + count - 1];
   const auto place_of = [&](int32_t unit) -> int32_t& { return *TableRow(t.place_of, slot, unit); };
+  const ResidencyJournal& journal = p.journal;
+  const bool notes = p.in_turn && journal.rows > 0;
+  const int64_t noted = notes ? slot * journal.rows + last % journal.rows : 0;
+  if (notes) journal.counts[noted] = 0;
+  // Notes what a place holds before it changes.
+  const auto note = [&](int32_t place) {
+    if (!notes) return;
+    const int32_t* row = TableRow(t.places, slot, place);
+    if (journal.counts[noted] >= journal.capacity)
+      KernelCheckFailed("update_residency: no room in the journal");
+    const int64_t at = noted * journal.capacity + journal.counts[noted]++;
+    journal.places[at] = place;
+    journal.units[at] = row[0];
+    journal.stamps[at] = row[1];
+  };
   for (int32_t place = 0; p.forget && place < t.count; ++place) {
     int32_t& unit = *TableRow(t.places, slot, place);
     if (unit < 0) continue;
@@ -37,7 +52,9 @@ void UpdateSequence(const UpdateResidencyParams& p, int64_t first, int64_t count
     if (place_of(unit) < 0) ahead.insert(unit);
   }
   for (int32_t unit : selected) {
-    if (place_of(unit) >= 0) TableRow(t.places, slot, place_of(unit))[1] = last;
+    if (place_of(unit) < 0) continue;
+    note(place_of(unit));
+    TableRow(t.places, slot, place_of(unit))[1] = last;
   }
   // The places that may be given, in the order of giving: {whether taken, stamp, place}.
   std::vector<std::pair<std::pair<bool, int32_t>, int32_t>> order;
@@ -54,6 +71,7 @@ void UpdateSequence(const UpdateResidencyParams& p, int64_t first, int64_t count
   const auto give = [&](int32_t unit, int32_t stamp) {
     const int32_t place = (next++)->second;
     int32_t* row = TableRow(t.places, slot, place);
+    note(place);
     if (row[0] >= 0) place_of(row[0]) = -1;
     row[0] = unit;
     row[1] = stamp;
@@ -95,14 +113,44 @@ void UpdateResidency(const UpdateResidencyParams& p, Worker worker) {
   for (int64_t first = 0, count = 1; first < p.rows; first += count) {
     const int32_t slot = p.slots[first];
     for (count = 1; slot >= 0 && first + count < p.rows && p.slots[first + count] == slot;) ++count;
-    if (count > kMaxQueryPositions)
+    if (count > kMaxQueryPositions && !p.in_turn)
       KernelCheckFailed("update_residency: too many rows of one sequence");
     // The worker that has a sequence's first row has the sequence.
     if (first < mine.begin || first >= mine.end) continue;
     for (int64_t r = first; r < first + count; ++r) {
       p.resident_counts[r] = p.arriving_counts[r] = p.move_counts[r] = 0;
     }
-    if (slot >= 0) UpdateSequence(p, first, count);
+    if (slot < 0) continue;
+    const int64_t together = p.in_turn ? 1 : count;
+    for (int64_t r = first; r < first + count; r += together) UpdateSequence(p, r, together);
+  }
+}
+
+void TakeBackResidency(const TakeBackResidencyParams& p, Worker worker) {
+  const ResidencyTable& t = p.residency;
+  const ResidencyJournal& journal = p.journal;
+  const Range mine = Share(p.slots, worker);
+  for (int64_t slot = mine.begin; slot < mine.end; ++slot) {
+    for (int64_t i = 0; i < journal.rows; ++i) p.move_counts[slot * journal.rows + i] = 0;
+    for (int64_t undone = 0; undone < p.rows[slot]; ++undone) {
+      const int64_t list = slot * journal.rows + (p.last[slot] - undone) % journal.rows;
+      const int64_t begin = list * journal.capacity, end = begin + journal.counts[list];
+      p.move_counts[list] = journal.counts[list];
+      for (int64_t at = begin; at < end; ++at) {
+        const int32_t now = *TableRow(t.places, slot, journal.places[at]);
+        if (now >= 0 && now != journal.units[at]) *TableRow(t.place_of, slot, now) = -1;
+      }
+      for (int64_t at = begin; at < end; ++at) {
+        const int32_t place = journal.places[at], unit = journal.units[at];
+        int32_t* row = TableRow(t.places, slot, place);
+        const bool moves = unit >= 0 && row[0] != unit;
+        row[0] = unit;
+        row[1] = journal.stamps[at];
+        if (moves) *TableRow(t.place_of, slot, unit) = place;
+        journal.units[at] = moves ? static_cast<int32_t>(EntryIndex(p.home, slot, unit)) : -1;
+        journal.places[at] = moves ? static_cast<int32_t>(EntryIndex(p.pool, slot, place)) : -1;
+      }
+    }
   }
 }
 

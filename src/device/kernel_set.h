@@ -145,6 +145,8 @@ class KernelSet {
   virtual void HeadLinear(Stream& stream, const kernels::HeadLinearParams& params) = 0;
   virtual void SparseMla(Stream& stream, const kernels::SparseMlaParams& params) = 0;
   virtual void UpdateResidency(Stream& stream, const kernels::UpdateResidencyParams& params) = 0;
+  virtual void TakeBackResidency(Stream& stream,
+                                 const kernels::TakeBackResidencyParams& params) = 0;
   virtual void Route(Stream& stream, const kernels::RouteParams& params) = 0;
   virtual void ExpertLinear(Stream& stream, const kernels::ExpertLinearParams& params) = 0;
   virtual void Combine(Stream& stream, const kernels::CombineParams& params) = 0;

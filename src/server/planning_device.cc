@@ -105,6 +105,7 @@ class NoKernels : public KernelSet {
   void HeadLinear(Stream&, const kernels::HeadLinearParams&) override {}
   void SparseMla(Stream&, const kernels::SparseMlaParams&) override {}
   void UpdateResidency(Stream&, const kernels::UpdateResidencyParams&) override {}
+  void TakeBackResidency(Stream&, const kernels::TakeBackResidencyParams&) override {}
   void Route(Stream&, const kernels::RouteParams&) override {}
   void ExpertLinear(Stream&, const kernels::ExpertLinearParams&) override {}
   void Combine(Stream&, const kernels::CombineParams&) override {}

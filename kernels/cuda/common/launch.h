@@ -101,6 +101,7 @@ cudaError_t LaunchMlaQuery(const MlaQueryParams& params, cudaStream_t stream);
 cudaError_t LaunchHeadLinear(const HeadLinearParams& params, cudaStream_t stream);
 cudaError_t LaunchSparseMla(const SparseMlaParams& params, cudaStream_t stream);
 cudaError_t LaunchUpdateResidency(const UpdateResidencyParams& params, cudaStream_t stream);
+cudaError_t LaunchTakeBackResidency(const TakeBackResidencyParams& params, cudaStream_t stream);
 cudaError_t LaunchRoute(const RouteParams& params, cudaStream_t stream);
 cudaError_t LaunchExpertLinear(const ExpertLinearParams& params, cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream);

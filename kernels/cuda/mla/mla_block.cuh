@@ -97,7 +97,7 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
     asm volatile("" : "+r"(lane));
     __builtin_assume(lane >= 0 && lane < 32);
     const MlaLane of(warp, lane);
-    if (arrives && ring[n % kRing].then) {
+    if (arrives && ring[n % kRing].arrives) {
       WaitForPriorKernels();
       arrives = false;
     }

@@ -62,6 +62,7 @@ struct MlaTile {
   int end;        // end of the piece
   bool is_first;  // the tile before it belongs to another row
   bool then;      // the tile is of the second of two lists
+  bool arrives;   // entries of the tile may be on their way (SparseMlaParams::then_arrives)
 };
 
 // The tiles of a group, in order, in shared memory. One lane writes tile n + kAhead once its warp
@@ -78,7 +79,7 @@ struct MlaTiles {
   __device__ void Start(const SparseMlaParams& p, const MlaPosition& at) {
     MlaWalk walk(p, at);
     if (!walk.done() && walk.entries() == 0) walk.NextFull();
-    Put(walk, 0, -1);
+    Put(p, walk, 0, -1);
   }
   // Makes tile n, which follows tile n - 1.
   __device__ void Step(const SparseMlaParams& p, uint32_t n) {
@@ -87,24 +88,31 @@ struct MlaTiles {
     if (last.row < 0) {
       tile.row = -1;
     } else if (last.first + kMlaTileEntries < last.end) {
-      tile = {last.row, last.slot, last.first + kMlaTileEntries, last.end, false, last.then};
+      tile = {last.row,  last.slot,   last.first + kMlaTileEntries, last.end, false,
+              last.then, last.arrives};
     } else {
       MlaWalk walk(p, position);
       walk.NextFull();
-      Put(walk, n % kRing, last.row);
+      Put(p, walk, n % kRing, last.row);
     }
   }
 
  private:
-  __device__ void Put(const MlaWalk& walk, uint32_t into, int row_before) {
+  __device__ void Put(const SparseMlaParams& p, const MlaWalk& walk, uint32_t into,
+                      int row_before) {
     position = walk.position();
     if (walk.done()) {
       ring[into].row = -1;
     } else {
-      const int begin = walk.begin_entry();
-      ring[into] = {
-          walk.row(),       walk.slot(), begin, begin + walk.entries(), walk.row() != row_before,
-          walk.IsOfSecond()};
+      const int begin = walk.begin_entry(), row = walk.row();
+      const bool follows = p.then_arrives && row > 0 && p.slots[row - 1] == walk.slot();
+      ring[into] = {row,
+                    walk.slot(),
+                    begin,
+                    begin + walk.entries(),
+                    row != row_before,
+                    walk.IsOfSecond(),
+                    follows || walk.IsOfSecond()};
     }
   }
 };

@@ -15,7 +15,8 @@
 // number of pieces, so that rows are cut only where that makes the largest share smaller.
 //
 // Among the rows of a group, kMlaWindow at a time, first lists come before second ones, which may
-// still be on their way (SparseMlaParams::then_arrives).
+// still be on their way (SparseMlaParams::then_arrives). The first list of a row behind one of its
+// own slot may be too; a block that meets such a row waits before it.
 //
 // The group that begins a row folds its pieces into one total for each list. A group that begins
 // inside a row leaves each of its pieces apart, for the combining kernel. Both lie in the block's

@@ -23,7 +23,7 @@ namespace {
 constexpr int kMaxShared = (227 << 10) - (6 << 10);
 
 // Grid: (rows, 1 or 2). The block of a sequence's first row handles the sequence; a second block
-// stamps.
+// stamps. Rows that are updated in turn are stamped by the block that handles them.
 __global__ void __launch_bounds__(kUpdateThreads)
     UpdateResidencyKernel(const __grid_constant__ UpdateResidencyParams p,
                           const __grid_constant__ UpdateLayout layout) {
@@ -41,9 +41,11 @@ __global__ void __launch_bounds__(kUpdateThreads)
   for (int i = 0; i < kMaxQueryPositions; ++i) {
     if (slot >= 0 && rows == i + 1 && next[i] == slot) ++rows;
   }
+  while (p.in_turn && slot >= 0 && first + rows < p.rows && p.slots[first + rows] == slot) ++rows;
   const bool stamps = blockIdx.y == 1;
   if (slot >= 0 && p.whole != nullptr && p.whole[slot] != 0) {
-    if (!stamps) return UpdateWhole(p, first, slot, is_first, next[0] != slot);
+    const bool begins = p.in_turn || is_first, ends = p.in_turn || next[0] != slot;
+    if (!stamps) return UpdateWhole(p, first, slot, begins, ends);
     WaitForPriorKernels();
     LetNextKernelStart();
     return;
@@ -56,15 +58,22 @@ __global__ void __launch_bounds__(kUpdateThreads)
     }
     return;
   }
-  if (rows > kMaxQueryPositions) __trap();
-  ResidencyUpdate update(p, layout, first, rows, gridDim.y == 1, memory);
-  update.Prepare();
-  WaitForPriorKernels();
-  LetNextKernelStart();
-  if (stamps) {
-    update.Stamp();
-  } else {
-    update.Run();
+  if (rows > kMaxQueryPositions && !p.in_turn) __trap();
+  const int together = p.in_turn ? 1 : rows;
+#pragma unroll 1
+  for (int row = first; row < first + rows; row += together) {
+    ResidencyUpdate update(p, layout, row, together, gridDim.y == 1, memory);
+    update.Prepare();
+    if (row == first) {
+      WaitForPriorKernels();
+      LetNextKernelStart();
+    }
+    if (stamps) {
+      update.Stamp();
+    } else {
+      update.Run();
+    }
+    if (p.in_turn) __syncthreads();  // the next row reads the tables and takes the shared memory
   }
 }
 
@@ -80,6 +89,8 @@ bool IsAlignedTable(const PagedRows& rows, int dim) {
 cudaError_t LaunchUpdateResidency(const UpdateResidencyParams& p, cudaStream_t stream) {
   if (p.rows < 0 || p.ahead < 0 || (p.whole != nullptr && (p.forget || p.ahead > kUpdateThreads)) ||
       p.selected.capacity < 1 || p.selected.capacity > UINT16_MAX || p.residency.ring != 0 ||
+      (p.in_turn &&
+       (p.forget || (p.journal.rows > 0 && p.journal.capacity < p.selected.capacity + p.ahead))) ||
       p.residency.count < 0 || !IsAlignedTable(p.residency.place_of, 1) ||
       !IsAlignedTable(p.residency.places, 2) || p.home.block_tokens < 1 ||
       p.pool.block_tokens < 1) {
@@ -91,7 +102,8 @@ cudaError_t LaunchUpdateResidency(const UpdateResidencyParams& p, cudaStream_t s
   static const cudaError_t roomy = cudaFuncSetAttribute(
       UpdateResidencyKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
   if (roomy != cudaSuccess) return roomy;
-  return LaunchKernel(UpdateResidencyKernel, dim3(static_cast<unsigned>(p.rows), p.forget ? 1 : 2),
+  return LaunchKernel(UpdateResidencyKernel,
+                      dim3(static_cast<unsigned>(p.rows), p.forget || p.in_turn ? 1 : 2),
                       dim3(kUpdateThreads), static_cast<size_t>(layout.bytes), stream, p, layout);
 }
 

@@ -23,7 +23,7 @@ struct UpdateLayout {
 };
 inline UpdateLayout MakeUpdateLayout(const UpdateResidencyParams& p) {
   UpdateLayout l{};
-  l.rows = p.rows < kMaxQueryPositions ? p.rows : kMaxQueryPositions;
+  l.rows = p.in_turn ? 1 : p.rows < kMaxQueryPositions ? p.rows : kMaxQueryPositions;
   l.lists = p.selected.capacity;
   l.kept = p.residency.count < kKeptPlaces ? p.residency.count : kKeptPlaces;
   const int64_t most = int64_t{l.rows} * l.lists + p.ahead;
@@ -170,9 +170,13 @@ class ResidencyUpdate {
     ends.TakeSecond(second_round);
     __syncthreads();
     ends.Finish();
+    residents = totals.residents;
     const int moves = CountMissing(totals), wanted = moves + totals.ahead;
     if (moves > p.move_capacity) __trap();
-    if (threadIdx.x == kUpdateThreads - 32) Count(moves, selected);
+    if (threadIdx.x == kUpdateThreads - 32) {
+      Count(moves, selected);
+      if (Notes()) p.journal.counts[JournalList()] = residents + wanted;
+    }
     if (wanted == 0) return;
     // No place is free twice: places that UpdateResidency gives are taken in the same call.
     const int free = wanted <= ends.had() - ends.taken() ? ends.taken() : -1;
@@ -209,6 +213,7 @@ class ResidencyUpdate {
     // totals of warps, used in turn: residents, and in the upper half misses
     uint32_t split[2][32];
     int misses[kMaxQueryPositions];
+    int residents;   // of the last row
     int ahead;       // positions ahead that lack a place
     uint32_t found;  // places that may be given
   };
@@ -232,6 +237,18 @@ class ResidencyUpdate {
       row[0] = -1;
     }
     __syncthreads();
+  }
+
+  __device__ bool Notes() const { return p.in_turn && p.journal.rows > 0; }
+  __device__ int64_t JournalList() const {
+    return int64_t{slot} * p.journal.rows + last % p.journal.rows;
+  }
+  // Writes down, as number `at` of the row's list, what a place holds before it changes.
+  __device__ void Note(int at, int place, int unit, int stamp) const {
+    const int64_t to = JournalList() * p.journal.capacity + at;
+    p.journal.places[to] = place;
+    p.journal.units[to] = unit;
+    p.journal.stamps[to] = stamp;
   }
 
   __device__ void Hold(int place) { atomicOr(held + place / 32, 1u << place % 32); }
@@ -288,7 +305,9 @@ class ResidencyUpdate {
         if ((lacks[i] >> lane & 1) != 0) {
           Missing(r)[missing_at + __popc(lacks[i] & lanes_before)] = unit[i];
         } else if ((has[i] >> lane & 1) != 0) {
-          p.resident[list + resident_at + __popc(has[i] & lanes_before)] = place[i];
+          const int at = resident_at + __popc(has[i] & lanes_before);
+          p.resident[list + at] = place[i];
+          if (Notes()) Note(at, place[i], unit[i], places.At(place[i])[1]);
           if (stamps) places.At(place[i])[1] = last;
           Hold(place[i]);
         }
@@ -298,6 +317,7 @@ class ResidencyUpdate {
     }
     if (threadIdx.x == 0) {
       totals.misses[r] = misses;
+      totals.residents = residents;
       p.resident_counts[first + r] = residents;
       p.arriving_counts[first + r] = misses;
     }
@@ -372,6 +392,7 @@ class ResidencyUpdate {
     int32_t* const row = places.At(place);
     // Evicted and arriving units are different, so these stores need no order.
     const int old = free >= 0 ? -1 : row[0];
+    if (Notes()) Note(residents + number, place, old, row[1]);
     row[0] = unit;
     row[1] = stamp;
     *coming.At(unit) = place;
@@ -435,6 +456,7 @@ class ResidencyUpdate {
   const int first, rows;
   const bool stamps;
   const int slot, last, count;
+  int residents = 0;  // selected units of the last row that had a place
   const HeadTable place_of;
   HeadTable coming;  // place_of of positions up to the last one ahead
   HeadTable places;

@@ -232,6 +232,9 @@ class CpuKernelSet : public KernelSet {
   void UpdateResidency(Stream& s, const kernels::UpdateResidencyParams& p) override {
     Launch(s, "update_residency", table_.update_residency, p, kAnyLength);
   }
+  void TakeBackResidency(Stream& s, const kernels::TakeBackResidencyParams& p) override {
+    Launch(s, "take_back_residency", table_.take_back_residency, p, kAnyLength);
+  }
   void Route(Stream& s, const kernels::RouteParams& p) override {
     Launch(s, "route", table_.route, p, int64_t{p.rows} * p.experts * 16);
     Launch(s, "route_pairs", table_.route_pairs, p, int64_t{p.rows} * p.k);

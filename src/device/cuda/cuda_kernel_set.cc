@@ -212,6 +212,9 @@ class CudaKernelSet : public KernelSet {
   void UpdateResidency(Stream& s, const kernels::UpdateResidencyParams& p) override {
     Launch(s, cuda::LaunchUpdateResidency, p, "residency");
   }
+  void TakeBackResidency(Stream& s, const kernels::TakeBackResidencyParams& p) override {
+    Launch(s, cuda::LaunchTakeBackResidency, p, "taking back residency");
+  }
   void Route(Stream& s, const kernels::RouteParams& p) override {
     Launch(s, cuda::LaunchRoute, p, "routing");
   }
