@@ -24,7 +24,7 @@ absl::Status CheckVerifies(const AttentionPolicy& policy, int drafts) {
                          policy.name(), ", found ", drafts)
           : absl::StrCat("speculation: expected none with policy ", policy.name(),
                          ", which computes one row of a sequence in a step: set it to none, or "
-                         "take policy full"));
+                         "take policy full or ess"));
 }
 
 }  // namespace sluice

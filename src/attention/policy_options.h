@@ -28,8 +28,11 @@ struct PolicyOptions {
   PagePool* dram = nullptr;  // may be null for policy full, which then evicts nothing
   int slots = 0;
   int max_context = 0;
-  int heads = 0;             // query heads of the model
-  int max_rows = 0;          // maximum rows in a step, including prompt rows
+  int heads = 0;     // query heads of the model
+  int max_rows = 0;  // maximum rows in a step, including prompt rows
+  // Maximum decode rows of a sequence in a step: 1, and one more for each draft. Only ess has to
+  // know it beforehand.
+  int rows_per_sequence = 1;
   std::string architecture;  // the model's, for messages
 
   int64_t hbm_bytes = 0;  // sizes of the arenas, for the code that divides them

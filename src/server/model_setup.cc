@@ -17,6 +17,7 @@
 #include "src/device/machine_memory.h"
 #include "src/device/mailbox.h"
 #include "src/model/policy_model.h"
+#include "src/server/speculation.h"
 #include "src/service/wire/status_mapping.h"
 #ifdef SLUICE_HAVE_CUDA
 #include "src/device/cuda/cuda_device.h"
@@ -152,6 +153,7 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
                                               const CacheLayout& layout) {
   PolicyOptions o;
   o.name = config.policy();
+  o.rows_per_sequence = 1 + DraftTokensOf(config);
   o.budget_tokens = static_cast<int>(config.budget_tokens());
   o.recompute_last = RecomputeLastOf(config.recompute_last());
   o.dense_layers = static_cast<int>(config.dense_layers());

@@ -19,12 +19,13 @@ std::unique_ptr<Drafter> NewDrafter(const Config& config) {
 }
 
 absl::Status CheckSpeculation(const Config& config) {
-  if (DraftTokensOf(config) == 0 || config.policy() == "full" || config.policy() == "auto") {
-    return absl::OkStatus();
+  for (const char* verifies : {"full", "ess", "auto"}) {
+    if (DraftTokensOf(config) == 0 || config.policy() == verifies) return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "speculation: expected none with policy ", config.policy(),
-      ", which computes one row of a sequence in a step: set it to none, or take policy full"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("speculation: expected none with policy ", config.policy(),
+                   ", which computes one row of a sequence in a step: set it to none, or take "
+                   "policy full or ess"));
 }
 
 StepRows StepRowsOf(const Config& config) {

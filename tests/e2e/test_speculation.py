@@ -40,6 +40,26 @@ def test_answers_are_the_same_and_drafts_are_counted(tiny_models, start):
     assert '"speculation ready"' in node.log.read_text()
 
 
+def test_answers_are_the_same_with_entries_in_two_tiers(tiny_models, start):
+    # A pool has a place for three of five tokens, which is more than two rows select.
+    flags = [*FLAGS, "--policy", "ess", "--ess-sparse-memory-ratio", "0.6", "--ess-least-places", "8"]
+    plain = start("sluice-server", tiny_models("tiny-deepseek-v32"), *flags)
+    want, _ = answer(plain)
+    plain.stop()
+    node = start("sluice-server", tiny_models("tiny-deepseek-v32"), *flags, "--speculation", "ngram",
+                 "--speculation-tokens", "1")
+    got, finish = answer(node)
+    assert got == want
+    assert 0 < finish.usage.drafted_tokens
+
+
+def test_fetching_ahead_does_not_go_with_drafts(tiny_models):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-deepseek-v32"), "--device", DEVICE, *FLAGS, *NGRAM,
+               "--policy", "ess", "--ess-prefetch", "8")
+    assert done.returncode != 0
+    assert "ess_prefetch: 8 entries for the next step, but with drafts" in done.stderr
+
+
 @pytest.mark.parametrize("policy", ["scout", "recall", "hgca", "clo", "fluxion"])
 def test_a_policy_that_verifies_no_drafts_is_refused_by_name(tiny_models, policy):
     done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--device", DEVICE, *FLAGS, *NGRAM,

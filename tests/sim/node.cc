@@ -56,6 +56,7 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   PolicyOptions policy = spec.policy;
   DescribeModel(*model_, &policy);
   policy.slots = slots;
+  policy.rows_per_sequence = 1 + static_cast<int>(spec.engine.draft_tokens);
   policy.hbm_bytes = spec.hbm_pages * PageBytes(spec.block_tokens);
   policy.dram_bytes = spec.dram_pages * PageBytes(spec.block_tokens);
   const TierShapes shapes = TierShapesOf(policy, model_->cache_layout());

@@ -134,8 +134,19 @@ void DrawBeyondPaper(int64_t longest, NodeSpec* node) {
   }
 }
 
-// Draws whether the node speculates, where its policy verifies drafts. These draws are separate, so
-// that a seed stays the same otherwise.
+// Draws whether a node of such a policy speculates. A step's rows have places in its pools then.
+// The draws are separate, as those above.
+void DrawOffloadedDrafts(NodeSpec* node) {
+  SplitMix64 random(node->engine.seed + 2);
+  if (OneIn(random, 2)) return;
+  const bool stays = node->policy.name == "ess" && node->policy.ess.lru;
+  node->engine.draft_tokens = static_cast<uint32_t>(Between(random, 1, stays ? 4 : 3));
+  node->ngram = OneIn(random, 3);
+  node->policy.ess.prefetch = 0;  // is refused
+}
+
+// Draws whether a node of policy full speculates. These draws are separate, so that a seed stays
+// the same otherwise.
 void DrawSpeculation(NodeSpec* node) {
   if (node->policy.name != "full") return;
   SplitMix64 random(node->engine.seed + 1);
@@ -197,7 +208,12 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
       DrawOffloaded(random, longest, &node);
       if (offloads) node.policy.name = wanted;
       DrawBeyondPaper(longest, &node);
+      DrawOffloadedDrafts(&node);
       Measure(&node);
+      if (node.longest == 0) {  // drafts may take more places than such a node has
+        node.engine.draft_tokens = 0;
+        Measure(&node);
+      }
     }
   }
   DrawSpeculation(&node);

@@ -1,5 +1,6 @@
 #include "tests/support/node.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <filesystem>
@@ -29,6 +30,7 @@ Node::Node(const NodeOptions& o) {
   PolicyOptions policy = o.policy;
   DescribeModel(*model_, &policy);
   policy.slots = o.max_sequences;
+  policy.rows_per_sequence = std::max(policy.rows_per_sequence, 1 + o.draft_tokens);
   policy.hbm_bytes = o.hbm_bytes;
   policy.dram_bytes = o.dram_bytes;
   const TierShapes shapes = TierShapesOf(policy, model_->cache_layout());

@@ -56,7 +56,9 @@ LatentRig::LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const st
   options_.slots = shape.slots;
   options_.max_context = shape.max_context;
   options_.heads = shape.heads;
-  options_.max_rows = std::max(kMaxPromptRows, shape.slots + shape.row_bucket);
+  options_.rows_per_sequence = shape.rows_per_sequence;
+  options_.max_rows =
+      std::max(kMaxPromptRows, shape.slots * shape.rows_per_sequence + shape.row_bucket);
   options_.latent_rank = shape.rank;
   options_.index_top_k = shape.top_k;
   options_.hbm_bytes = static_cast<int64_t>(shape.pool_bytes);
@@ -202,8 +204,9 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Prompt(int slot, int cou
   return Run(std::vector<int32_t>(static_cast<size_t>(count), slot), 0);
 }
 
-std::vector<std::vector<std::vector<float>>> LatentRig::Step(const std::vector<int32_t>& slots) {
-  return Run(slots, static_cast<int>(slots.size()));
+std::vector<std::vector<std::vector<float>>> LatentRig::Step(const std::vector<int32_t>& slots,
+                                                             const std::vector<bool>& wrong) {
+  return Run(slots, static_cast<int>(slots.size()), wrong);
 }
 
 std::vector<std::vector<std::vector<float>>> LatentRig::Mixed(std::vector<int32_t> slots,
@@ -288,7 +291,8 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
 }
 
 std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<int32_t>& slots,
-                                                            int decode_rows) {
+                                                            int decode_rows,
+                                                            const std::vector<bool>& wrong) {
   const bool generates = decode_rows == static_cast<int>(slots.size());
   const int bucket = generates ? device_->RowBucket(static_cast<int>(slots.size())) : 0;
   const int rows = std::max(bucket, static_cast<int>(slots.size()));
@@ -306,7 +310,8 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<in
     real_positions.push_back(position);
     REQUIRE(policy_->Grow(slots[r], sequence.length));
     for (int i = 0; i < shape_.layers; ++i) {
-      const Token token = Make(sequence.seed, i, position);
+      const uint64_t seed = sequence.seed + (r < wrong.size() && wrong[r] ? 1000 : 0);
+      const Token token = Make(seed, i, position);
       const Layer& layer = layers_[static_cast<size_t>(i)];
       const auto put = [&](const MirroredBuffer& both, const std::vector<float>& values) {
         std::copy(values.begin(), values.end(), both.host.as<float>() + r * values.size());

@@ -30,9 +30,10 @@ class LatentRig {
     int slots = 3;
     int max_context = 512;
     std::string kernels = "reference";
-    bool packed = false;  // 656-byte entries (rank 512, rope 64); else float32
-    int row_bucket = 0;   // > 0: steps of decode rows are recorded programs, padded
-    double drift = 0.02;  // how far the indexer's queries turn from one position to the next
+    bool packed = false;        // 656-byte entries (rank 512, rope 64); else float32
+    int row_bucket = 0;         // > 0: steps of decode rows are recorded programs, padded
+    int rows_per_sequence = 1;  // PolicyOptions::rows_per_sequence
+    double drift = 0.02;        // how far the indexer's queries turn from one position to the next
     size_t pool_bytes = size_t{8} << 20;
   };
   // `options` are policy ess's own; the rig sets the others.
@@ -54,8 +55,12 @@ class LatentRig {
   // Computes `count` rows of the slot's prompt.
   std::vector<std::vector<std::vector<float>>> Prompt(int slot, int count);
   void EndPrompt(int slot, const SelectionHints& hints = {});
-  // Computes a decode row of each slot. Returns [layer][row][heads * rank].
-  std::vector<std::vector<std::vector<float>>> Step(const std::vector<int32_t>& slots);
+  // Computes a decode row of each slot; neighbours of one slot are rows of one sequence. Rows that
+  // are `wrong` are of another stream. Returns [layer][row][heads * rank].
+  std::vector<std::vector<std::vector<float>>> Step(const std::vector<int32_t>& slots,
+                                                    const std::vector<bool>& wrong = {});
+  // Takes the slot's last `rows` rows back: the next one has the first one's position.
+  void TakeBack(int slot, int rows) { sequences_.at(slot).length -= rows; }
   // Does the same, with `count` rows of another slot's prompt behind them.
   std::vector<std::vector<std::vector<float>>> Mixed(std::vector<int32_t> slots, int prompt_slot,
                                                      int count);
@@ -93,7 +98,8 @@ class LatentRig {
   std::vector<double> Key(const Token& token) const;
   void Enqueue(Stream& stream, int rows, int decode_rows);
   std::vector<std::vector<std::vector<float>>> Run(const std::vector<int32_t>& slots,
-                                                   int decode_rows);
+                                                   int decode_rows,
+                                                   const std::vector<bool>& wrong = {});
   void Finish();
 
   const Shape shape_;

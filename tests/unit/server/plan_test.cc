@@ -231,7 +231,7 @@ TEST_CASE("the plan counts what drafts take, and a policy that verifies none is 
   // Three more rows of logits for each sequence.
   CHECK(plan->batch_bytes >= plain->batch_bytes + int64_t{5} * 3 * plan->model.vocab_size * 4);
   CHECK(plan->workspace_bytes > plain->workspace_bytes);
-  for (const char* policy : {"scout", "recall", "hgca", "clo", "fluxion", "ess"}) {
+  for (const char* policy : {"scout", "recall", "hgca", "clo", "fluxion"}) {
     config.set_policy(policy);
     const absl::Status refused = PlanOf(config).status();
     CHECK(absl::IsInvalidArgument(refused));

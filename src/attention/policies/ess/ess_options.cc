@@ -50,6 +50,40 @@ absl::Status CheckDivision(const PolicyOptions& o) {
   return absl::OkStatus();
 }
 
+// Checks that steps may have the rows of drafts.
+absl::Status CheckDrafts(const PolicyOptions& o) {
+  const int drafts = o.rows_per_sequence - 1;
+  if (drafts == 0) return absl::OkStatus();
+  if (o.ess.prefetch > 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "ess_prefetch: ", o.ess.prefetch,
+        " entries for the next step, but with drafts (speculation) a step's rows are not known to "
+        "count: take 0, or --speculation none"));
+  }
+  const int most =
+      (o.ess.lru && o.name == "ess" ? kernels::kMaxNewTokens : kernels::kMaxQueryPositions) - 1;
+  if (drafts <= most) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("speculation_tokens: expected at most ", most,
+                                                 " with policy ", o.name, ", found ", drafts));
+}
+
+// Checks that drafts do not keep the longest sequence out of HBM.
+absl::Status CheckDraftHeadroom(const PolicyOptions& o, const EssTier& tier) {
+  EssPoolShape without = tier.shape();
+  without.rows = 1;
+  const EssPoolShape& shape = tier.shape();
+  if (o.hbm->CouldEverFit(shape.HbmTokens(o.max_context)) ||
+      !o.hbm->CouldEverFit(without.HbmTokens(o.max_context))) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "speculation_tokens: a step with ", o.rows_per_sequence - 1, " drafts of a sequence needs ",
+      shape.NeededPlaces(o.max_context),
+      " KV slots in each layer, and hbm_bytes holds no sequence ", "of max_context tokens (",
+      o.max_context, ") that has as many, but one with ", without.PlacesOf(o.max_context),
+      ": lower --speculation-tokens or --max-context, or raise --hbm-bytes"));
+}
+
 }  // namespace
 
 absl::Status CheckEssOptions(const PolicyOptions& o) {
@@ -75,6 +109,7 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
         " entries for the next step, but no entry is kept until then: take 0, or policy "
         "ess with ess_lru"));
   }
+  SLUICE_RETURN_IF_ERROR(CheckDrafts(o));
   if (o.ess.divide_places) SLUICE_RETURN_IF_ERROR(CheckDivision(o));
   for (const PagePool* pool : {o.hbm, o.dram}) {
     // The lists of entries to fetch number the entries of all layers together, in 32 bits.
@@ -89,7 +124,7 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
 
 absl::Status CheckEssHeadroom(const PolicyOptions& o, const EssTier& tier) {
   constexpr int64_t kLeast = 2;
-  if (tier.max_tokens() >= kLeast) return absl::OkStatus();
+  if (tier.max_tokens() >= kLeast) return CheckDraftHeadroom(o, tier);
   const Footprint least = tier.FootprintOf(kLeast, kLeast);
   const auto bytes = [](const PagePool& pool, const TokensByKind& tokens) {
     return absl::StrCat(pool.layout().BytesFor(tokens), " bytes of ", pool.name());

@@ -1,6 +1,7 @@
 #include "src/attention/policies/ess/ess_policy.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "src/attention/latent/index_selection.h"
+#include "src/attention/policies/ess/draft_rows.h"
 #include "src/attention/policies/ess/ess_options.h"
 #include "src/attention/policies/ess/ess_tier.h"
 #include "src/attention/policies/ess/overlap_plan.h"
@@ -54,6 +56,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
     SLUICE_CHECK(!never_misses_ || tier_->HoldsWhole(slot), "no transfer would be launched for it");
     // Where every token has a place, all entries are fetched at the prompt's end.
     prompt_rows_.Join(slot, warms_ && !tier_->shape().HoldsWhole(total));
+    if (draft_rows_ != nullptr) draft_rows_->Join(slot, !warms_ || !tier_->HoldsWhole(slot));
     fetch_lost_[static_cast<size_t>(slot)] = false;
     return true;
   }
@@ -75,7 +78,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
     return tier_->DetachHostCache(slot);
   }
 
-  int decode_rows_per_sequence() const override { return 1; }
+  int decode_rows_per_sequence() const override { return options_.rows_per_sequence; }
   bool NeedsEndPrompt() const override { return true; }
   void BeginPrompt(int slot, int64_t tokens, int64_t cached) override {
     prompt_rows_.Begin(slot, tokens, cached);
@@ -121,6 +124,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
     std::unique_ptr<EssTier> tier;
     std::unique_ptr<IndexSelection> selection;
     std::unique_ptr<RowCopies> row_copies;  // Null: Transfer is used.
+    std::unique_ptr<DraftRows> draft_rows;  // Null: no row is taken back, or nothing stays.
   };
 
   EssPolicy(const PolicyOptions& options, Parts parts, PromptRows prompt_rows,
@@ -131,6 +135,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
         never_misses_(warms_ && tier_->shape().HoldsAllWhole()),
         selection_(std::move(parts.selection)),
         row_copies_(std::move(parts.row_copies)),
+        draft_rows_(std::move(parts.draft_rows)),
         prompt_rows_(std::move(prompt_rows)),
         operators_(std::move(operators)),
         plan_(OverlapOptionsOf(options_, tier_->shape(), DecodeRows(options_))),
@@ -141,7 +146,8 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   }
 
   static int DecodeRows(const PolicyOptions& options) {
-    return std::max(options.slots, options.device->RowBucket(options.slots));
+    const int rows = options.slots * options.rows_per_sequence;
+    return std::max(rows, options.device->RowBucket(rows));
   }
 
   // Branches of a step's stream: one for what is fetched for the first half of a batch, one for
@@ -169,6 +175,9 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   const bool never_misses_;  // The pools hold every sequence whole, whatever comes.
   const std::unique_ptr<IndexSelection> selection_;
   const std::unique_ptr<RowCopies> row_copies_;  // Null: Transfer is used.
+  const std::unique_ptr<DraftRows> draft_rows_;  // Null: no row is taken back, or nothing stays.
+  // The layer's append of decode rows whose places are given in the layer itself.
+  std::optional<kernels::LatentAppendParams> append_later_;
   PromptRows prompt_rows_;
   const StepOperators operators_;
   OverlapPlan plan_;
@@ -190,6 +199,9 @@ void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
     break;
   }
   prompt_rows_.BeginStep(slots, positions);
+  if (draft_rows_ != nullptr) {
+    draft_rows_->BeginStep(stream, slots, positions, prompt_rows_.generate());
+  }
 }
 
 absl::Status EssPolicy::SlotHealth(int slot) const {
@@ -214,7 +226,7 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
   const int32_t decode = params.decode_rows;
   kernels::LatentAppendParams prompt = params;
   if (decode > 0) {
-    SLUICE_CHECK(decode <= DecodeRows(options_), "one decode row of a sequence in a step");
+    SLUICE_CHECK(decode <= DecodeRows(options_), "a step has no more decode rows");
     params.rows = decode;
     if (options_.ess.lru) {
       params.cache = tier_->Pool(layer);
@@ -223,7 +235,13 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
     } else {  // The new entry is fetched from the home with all the others.
       params.cache = tier_->Home(layer);
     }
-    kernels().LatentAppend(stream, params);
+    // A sequence's first row has its place from the step before. Those behind get theirs when the
+    // rows before them are looked at.
+    if (draft_rows_ != nullptr) {
+      append_later_ = params;
+    } else {
+      kernels().LatentAppend(stream, params);
+    }
   }
   if (prompt.rows == decode) return;
   prompt.cache = tier_->Home(layer);
@@ -307,17 +325,25 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
         // Beside it run the first half's transfer, and the next step's of the layer before.
         (first > 0 ? options_.ess.transfer_workers : 0) + prefetch_workers, prefetches);
     done(Stage::kSelected);
-    kernels().UpdateResidency(stream, operators_.UpdateResidency(layer, a, first, first, count));
+    kernels::UpdateResidencyParams update =
+        operators_.UpdateResidency(layer, a, first, first, count);
+    if (draft_rows_ != nullptr) update.journal = draft_rows_->Journal(layer);
+    kernels().UpdateResidency(stream, update);
     done(Stage::kResidencyUpdated);
   };
   done(Stage::kBegin);
-  const int32_t half = overlap == Overlap::kDba ? rows / 2 : 0;
+  // Rows that are updated in turn may be divided anywhere. A sequence's rows that are updated
+  // together may not, and how a step's rows are divided among sequences is not known here.
+  const bool divides = options_.ess.lru || options_.rows_per_sequence == 1;
+  const int32_t half = overlap == Overlap::kDba && divides ? rows / 2 : 0;
   if (half > 0) {
     select(0, half);
     early.After(stream);
     Fetch(early, layer, 0, half);
   }
   select(half, rows - half);
+  if (append_later_.has_value()) kernels().LatentAppend(stream, *append_later_);
+  append_later_.reset();
   if (overlap != Overlap::kNone) {
     // Attention begins with the transfer that is right before it, so everything else that it needs
     // is enqueued before that transfer.
@@ -412,6 +438,11 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   if (options.ess.probe.row_copies) {
     SLUICE_ASSIGN_OR_RETURN(parts.row_copies, RowCopies::Create(options.device, DecodeRows(options),
                                                                 options.index_top_k));
+  }
+  if (options.rows_per_sequence > 1 && options.ess.lru) {
+    SLUICE_ASSIGN_OR_RETURN(parts.draft_rows,
+                            DraftRows::Create({options.device, parts.tier.get(), options.slots,
+                                               options.rows_per_sequence, options.index_top_k}));
   }
   SLUICE_ASSIGN_OR_RETURN(
       PromptRows prompt_rows,

@@ -115,8 +115,8 @@ std::vector<double> DividePlaces(const PolicyOptions& options, const EssPoolShap
   if (curves.ratios.empty()) return {};
   const auto context = static_cast<double>(even.max_context);
   const double mean = static_cast<double>(even.PlacesOf(even.max_context)) / context;
-  const double least =
-      std::max(curves.ratios.front(), static_cast<double>(even.top_k + 1) / context);
+  const double least = std::max(curves.ratios.front(),
+                                static_cast<double>(even.NeededPlaces(even.max_context)) / context);
   if (mean <= least || mean >= 1) return {};
 
   StageRates rates = options.ess.profile.rates;

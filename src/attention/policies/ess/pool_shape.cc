@@ -54,8 +54,13 @@ CacheKind ResidencyKind() {
   return kind;
 }
 
+int64_t EssPoolShape::NeededPlaces(int64_t total) const {
+  const int64_t new_tokens = rows > 1 ? rows : 0;
+  return std::min(rows * top_k + new_tokens, total) + 1;
+}
+
 int64_t EssPoolShape::PlacesOf(int64_t total) const {
-  const int64_t needed = std::min(top_k, total) + 1;
+  const int64_t needed = NeededPlaces(total);
   const auto by_ratio = static_cast<int64_t>(std::ceil(ratio * static_cast<double>(total)));
   const int64_t wanted = std::max({least_places, by_ratio, fair_places});
   const int64_t places = std::max(needed, std::min(wanted, total + 1));
@@ -67,7 +72,7 @@ std::vector<int64_t> EssPoolShape::PlacesByLayer(int64_t total) const {
   std::vector<int64_t> places(static_cast<size_t>(layers), mean);
   if (shares.empty() || mean > total) return places;
   const auto blocks = [&](int64_t count) { return CeilDiv(count, block_tokens); };
-  const int64_t least = blocks(std::min(top_k, total) + 1), most = blocks(total + 1);
+  const int64_t least = blocks(NeededPlaces(total)), most = blocks(total + 1);
   const int64_t all = mean / block_tokens * layers;
   // Gives each layer `factor` times its share, within its bounds, and returns the sum in blocks.
   // The bisection below finds the largest factor whose sum is within what there is.
@@ -95,7 +100,7 @@ int64_t EssPoolShape::most_places() const {
 }
 
 bool EssPoolShape::HoldsAllWhole() const {
-  return std::max({least_places, fair_places, top_k + 1}) > max_context;
+  return std::max({least_places, fair_places, NeededPlaces(max_context)}) > max_context;
 }
 
 int64_t EssPoolShape::PlaceOfPages(int64_t total) const {
@@ -127,6 +132,7 @@ EssPoolShape EssShapeOf(const PolicyOptions& options, int layers, int64_t block_
   EssPoolShape shape;
   shape.layers = layers;
   shape.top_k = options.index_top_k + options.ess.prefetch;
+  shape.rows = options.rows_per_sequence;
   shape.max_context = options.max_context;
   shape.block_tokens = block_tokens;
   shape.least_places = options.ess.least_places;

@@ -20,6 +20,7 @@ inline constexpr size_t kResidencyKind = 2;
 
 struct EssPoolShape {
   int64_t top_k = 0;  // Entries that a row attends to, plus those fetched for the next step.
+  int64_t rows = 1;   // Most decode rows of a sequence in a step.
   int64_t max_context = 0;
   int64_t block_tokens = 0;  // Tokens of a page of latent entries.
   int64_t least_places = 0;  // Lower bound on places, whatever the ratio is.
@@ -33,10 +34,13 @@ struct EssPoolShape {
   std::vector<double> shares;
   std::vector<int64_t> most_by_layer;
 
+  // Returns how many places of each layer a step of a sequence that ends with `total` tokens needs:
+  // for every entry that its rows may select, for the next token, and, with several rows, for the
+  // new token of each (UpdateResidencyParams::in_turn).
+  int64_t NeededPlaces(int64_t total) const;
   // Returns the mean places of a layer for a sequence that ends with `total` tokens, in whole
-  // blocks. It is at least what a step needs (every entry that the step selects, and one for the
-  // next token), at least least_places, and at least the ratio or the fair share; it never exceeds
-  // the sequence's tokens plus the next one.
+  // blocks. It is at least what a step needs, at least least_places, and at least the ratio or the
+  // fair share; it never exceeds the sequence's tokens plus the next one.
   int64_t PlacesOf(int64_t total) const;
   // Returns the places of each layer. Their mean is at most PlacesOf(total); each layer has at
   // least what a step needs, and at most one place for each token and the next one.

@@ -9,6 +9,7 @@ namespace sluice {
 StepOperators::StepOperators(const PolicyOptions& options, int32_t decode_rows, const EssTier* tier,
                              const IndexSelection* selection)
     : decode_rows_(decode_rows),
+      rows_per_sequence_(options.rows_per_sequence),
       transfer_workers_(options.ess.transfer_workers),
       forget_(!options.ess.lru),
       q_type_(options.device->kernels().activation_type()),
@@ -30,8 +31,14 @@ absl::StatusOr<StepOperators> StepOperators::Create(const PolicyOptions& options
   b.ahead_.capacity = options.ess.prefetch;
   for (Lists* lists : {&b.lists_, &b.ahead_}) {
     if (lists->capacity == 0) continue;
-    for (Buffer* units : {&lists->resident, &lists->arriving, &lists->sources, &lists->targets}) {
+    // Rows that are updated together list their moves in the first one's list.
+    lists->move_capacity = lists->capacity * (b.forget_ ? b.rows_per_sequence_ : 1);
+    for (Buffer* units : {&lists->resident, &lists->arriving}) {
       SLUICE_RETURN_IF_ERROR(entries.Words(MemoryKind::kDevice, rows * lists->capacity, units));
+    }
+    for (Buffer* units : {&lists->sources, &lists->targets}) {
+      SLUICE_RETURN_IF_ERROR(
+          entries.Words(MemoryKind::kDevice, rows * lists->move_capacity, units));
     }
     for (Buffer* counts : {&lists->resident_counts, &lists->arriving_counts, &lists->move_counts}) {
       SLUICE_RETURN_IF_ERROR(entries.Words(MemoryKind::kDevice, rows, counts));
@@ -60,6 +67,7 @@ kernels::UpdateResidencyParams StepOperators::UpdateInto(const Lists& lists, int
                                                          int32_t row, int32_t rows,
                                                          kernels::UnitLists selected) const {
   const int64_t at = int64_t{list} * lists.capacity;
+  const int64_t moves = int64_t{list} * lists.move_capacity;
   kernels::UpdateResidencyParams update{};
   update.residency = tier_->Residency(layer);
   update.slots = a.slots + row;
@@ -73,10 +81,10 @@ kernels::UpdateResidencyParams StepOperators::UpdateInto(const Lists& lists, int
   update.arriving_counts = lists.arriving_counts.as<int32_t>() + list;
   update.home = tier_->Home(layer);
   update.pool = tier_->Pool(layer);
-  update.source_units = lists.sources.as<int32_t>() + at;
-  update.target_units = lists.targets.as<int32_t>() + at;
+  update.source_units = lists.sources.as<int32_t>() + moves;
+  update.target_units = lists.targets.as<int32_t>() + moves;
   update.move_counts = lists.move_counts.as<int32_t>() + list;
-  update.move_capacity = lists.capacity;  // One row's list, since a sequence has one decode row.
+  update.move_capacity = lists.move_capacity;
   update.counters = counters_->of(layer);
   update.rows = rows;
   update.forget = forget_;
@@ -91,6 +99,7 @@ kernels::UpdateResidencyParams StepOperators::UpdateResidency(int layer,
   kernels::UpdateResidencyParams update =
       UpdateInto(lists_, list, layer, a, row, rows, selection_->lists());
   update.ahead = 1;
+  update.in_turn = rows_per_sequence_ > 1 && !forget_;
   return update;
 }
 
@@ -109,11 +118,11 @@ kernels::TransferParams StepOperators::Move(const Lists& lists, int layer, int32
   move.source = tier_->Home(layer).base;
   move.target = tier_->Pool(layer).base;
   move.source_pitch = move.target_pitch = bytes;
-  move.source_units = lists.sources.as<int32_t>() + int64_t{first} * lists.capacity;
-  move.target_units = lists.targets.as<int32_t>() + int64_t{first} * lists.capacity;
+  move.source_units = lists.sources.as<int32_t>() + int64_t{first} * lists.move_capacity;
+  move.target_units = lists.targets.as<int32_t>() + int64_t{first} * lists.move_capacity;
   move.counts = lists.move_counts.as<int32_t>() + first;
   move.lists = rows;
-  move.capacity = lists.capacity;
+  move.capacity = lists.move_capacity;
   move.unit_bytes = static_cast<int32_t>(bytes);
   return move;
 }

@@ -27,7 +27,8 @@ class StepOperators {
                                               const EssTier* tier, const IndexSelection* selection);
 
   // Returns the parameters of the operator that gives places to what rows [row, row + rows)
-  // selected. Their lists begin at `list`.
+  // selected. Their lists begin at `list`. Where sequences may have several rows, the rows are
+  // updated in turn, or, where nothing stays in a place, together.
   kernels::UpdateResidencyParams UpdateResidency(int layer, const LatentAttention::Params& a,
                                                  int32_t row, int32_t list, int32_t rows) const;
   // Returns the parameters of the transfer of what that operator put into lists [first, first +
@@ -50,10 +51,11 @@ class StepOperators {
  private:
   StepOperators(const PolicyOptions& options, int32_t decode_rows, const EssTier* tier,
                 const IndexSelection* selection);
-  // The results of one UpdateResidency: lists are int32 [decode_rows][capacity], counts
+  // The results of one UpdateResidency: lists are int32 [decode_rows][capacity], and counts
   // [decode_rows].
   struct Lists {
     int32_t capacity = 0;
+    int32_t move_capacity = 0;  // Of the lists of moves.
     Buffer resident, arriving, sources, targets;
     Buffer resident_counts, arriving_counts, move_counts;
   };
@@ -65,6 +67,7 @@ class StepOperators {
                                      int32_t rows) const;
 
   int32_t decode_rows_;
+  int32_t rows_per_sequence_;
   int32_t transfer_workers_;
   bool forget_;
   kernels::DType q_type_;
