@@ -15,6 +15,7 @@
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/pull_params.h"
+#include "kernels/ring_params.h"
 #include "kernels/sparse_params.h"
 
 namespace sluice::kernels {
@@ -63,6 +64,8 @@ struct KernelTable {
   void (*sparse_attention)(const SparseAttentionParams&, Worker);
   void (*moving_average)(const MovingAverageParams&, Worker);
   void (*copy_rows)(const CopyRowsParams&, Worker);
+  // Units out of a ring that CPU workers fill (kernels/ring_params.h). Worker 0 alone takes them.
+  void (*take_ring)(const TakeRingParams&, Worker);
   // Fluxion (kernels/fluxion_params.h).
   void (*level_digests)(const LevelDigestsParams&, Worker);
   void (*anchor_statistics)(const AnchorStatisticsParams&, Worker);

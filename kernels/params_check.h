@@ -11,6 +11,7 @@
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/pull_params.h"
+#include "kernels/ring_params.h"
 #include "kernels/sparse_params.h"
 
 namespace sluice::kernels {
@@ -33,6 +34,8 @@ SLUICE_PLAIN_PARAMS(MergeParams, 56);
 SLUICE_PLAIN_PARAMS(SiluMulParams, 32);
 SLUICE_PLAIN_PARAMS(TransferParams, 120);
 SLUICE_PLAIN_PARAMS(CopyRowsParams, 344);
+SLUICE_PLAIN_PARAMS(RingWord, 64);
+SLUICE_PLAIN_PARAMS(TakeRingParams, 96);
 SLUICE_PLAIN_PARAMS(SamplingSlot, 64);
 SLUICE_PLAIN_PARAMS(SampleParams, 128);
 SLUICE_PLAIN_PARAMS(PagedRows, 56);

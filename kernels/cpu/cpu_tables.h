@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/cpu/pull.h"
+#include "kernels/cpu/ring.h"
 #include "kernels/kernel_table.h"
 
 namespace sluice::kernels::cpu {

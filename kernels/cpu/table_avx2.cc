@@ -176,6 +176,7 @@ const KernelTable& Avx2Table() {
       .sparse_attention = SparseAttention<SimdAttention<Avx2>>,
       .moving_average = MovingAverage<Avx2>,
       .copy_rows = CopyRows,
+      .take_ring = TakeRing,
       .level_digests = LevelDigests<Avx2>,
       .anchor_statistics = AnchorStatistics<Avx2>,
       .predict_budgets = PredictBudgets<Avx2>,

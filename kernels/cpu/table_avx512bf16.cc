@@ -66,6 +66,7 @@ const KernelTable& Avx512Bf16Table() {
       .sparse_attention = SparseAttention<SimdAttention<Avx512>>,
       .moving_average = MovingAverage<Avx512>,
       .copy_rows = CopyRows,
+      .take_ring = TakeRing,
       .level_digests = LevelDigests<Avx512>,
       .anchor_statistics = AnchorStatistics<Avx512>,
       .predict_budgets = PredictBudgets<Avx512>,

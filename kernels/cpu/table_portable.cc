@@ -129,6 +129,7 @@ const KernelTable& PortableTable() {
       .sparse_attention = SparseAttention<SimdAttention<Portable>>,
       .moving_average = MovingAverage<Portable>,
       .copy_rows = CopyRows,
+      .take_ring = TakeRing,
       .level_digests = LevelDigests<Portable>,
       .anchor_statistics = AnchorStatistics<Portable>,
       .predict_budgets = PredictBudgets<Portable>,

@@ -1,4 +1,5 @@
 #include "kernels/cpu/pull.h"
+#include "kernels/cpu/ring.h"
 #include "kernels/reference/reference.h"
 
 namespace sluice::kernels::reference {
@@ -40,6 +41,7 @@ const KernelTable& Table() {
       .sparse_attention = SparseAttention,
       .moving_average = MovingAverage,
       .copy_rows = CopyRows,
+      .take_ring = cpu::TakeRing,
       .level_digests = LevelDigests,
       .anchor_statistics = AnchorStatistics,
       .predict_budgets = PredictBudgets,

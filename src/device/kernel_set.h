@@ -15,6 +15,7 @@
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/pull_params.h"
+#include "kernels/ring_params.h"
 #include "kernels/sparse_params.h"
 #include "kernels/weight_formula.h"
 #include "src/base/dtype.h"
@@ -117,6 +118,7 @@ class KernelSet {
   virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params) = 0;
   virtual void MovingAverage(Stream& stream, const kernels::MovingAverageParams& params) = 0;
   virtual void CopyRows(Stream& stream, const kernels::CopyRowsParams& params) = 0;
+  virtual void TakeRing(Stream& stream, const kernels::TakeRingParams& params) = 0;
 
   // Fluxion (kernels/fluxion_params.h).
   virtual void LevelDigests(Stream& stream, const kernels::LevelDigestsParams& params) = 0;

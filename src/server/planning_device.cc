@@ -87,6 +87,7 @@ class NoKernels : public KernelSet {
   void SparseAttention(Stream&, const kernels::SparseAttentionParams&) override {}
   void MovingAverage(Stream&, const kernels::MovingAverageParams&) override {}
   void CopyRows(Stream&, const kernels::CopyRowsParams&) override {}
+  void TakeRing(Stream&, const kernels::TakeRingParams&) override {}
   void LevelDigests(Stream&, const kernels::LevelDigestsParams&) override {}
   void AnchorStatistics(Stream&, const kernels::AnchorStatisticsParams&) override {}
   void PredictBudgets(Stream&, const kernels::PredictBudgetsParams&) override {}

@@ -6,25 +6,10 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/common/system_words.cuh"
 #include "kernels/pull_params.h"
 
 namespace sluice::kernels::cuda {
-
-__device__ __forceinline__ uint32_t LoadAcquireSystem(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint32_t LoadRelaxedSystem(const void* word) {
-  uint32_t value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void StoreReleaseSystem(uint32_t* word, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
 
 __device__ __forceinline__ uint64_t Nanoseconds() {
   uint64_t now;

@@ -14,6 +14,7 @@
 #include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/pull_params.h"
+#include "kernels/ring_params.h"
 #include "kernels/sparse_params.h"
 #include "kernels/weight_formula.h"
 
@@ -58,6 +59,7 @@ cudaError_t LaunchSiluMul(const SiluMulParams& params, cudaStream_t stream);
 cudaError_t LaunchSample(const SampleParams& params, cudaStream_t stream);
 cudaError_t LaunchTransfer(const TransferParams& params, cudaStream_t stream);
 cudaError_t LaunchCopyRows(const CopyRowsParams& params, cudaStream_t stream);
+cudaError_t LaunchTakeRing(const TakeRingParams& params, cudaStream_t stream);
 
 // Sparse attention (kernels/sparse_params.h, kernels/hash_params.h). The home (host KV cache) is
 // pinned memory, read and written over the link; everything else lies in HBM.

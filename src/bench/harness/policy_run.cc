@@ -37,8 +37,9 @@ EngineRunOptions RunOptions(const std::vector<Context>& contexts, int batch, int
 // Returns whether a kernel is no part of the model's step, by the prefix of its name: it only moves
 // K and V over the link and computes nothing, or belongs to a sequence's warm-up.
 bool OutsideModel(const std::string& kernel) {
-  for (const char* name : {"Transfer", "WriteThrough", "CopyRows", "CopyBatch", "transfer",
-                           "write_through", "copy_rows", "Anchor", "anchor"}) {
+  for (const char* name :
+       {"Transfer", "WriteThrough", "CopyRows", "TakeRing", "take_ring", "CopyBatch", "transfer",
+        "write_through", "copy_rows", "Anchor", "anchor"}) {
     if (absl::StartsWith(kernel, name)) return true;
   }
   return false;

@@ -190,6 +190,9 @@ class CpuKernelSet : public KernelSet {
     }
     Launch(s, "copy_rows", table_.copy_rows, p, words);
   }
+  void TakeRing(Stream& s, const kernels::TakeRingParams& p) override {
+    Launch(s, "take_ring", table_.take_ring, p, 0);  // one worker does it all
+  }
 
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                 int64_t capacity) const override {

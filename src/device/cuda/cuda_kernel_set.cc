@@ -153,6 +153,9 @@ class CudaKernelSet : public KernelSet {
   void CopyRows(Stream& s, const kernels::CopyRowsParams& p) override {
     Launch(s, cuda::LaunchCopyRows, p, "copies of rows");
   }
+  void TakeRing(Stream& s, const kernels::TakeRingParams& p) override {
+    Launch(s, cuda::LaunchTakeRing, p, "units out of a ring");
+  }
   void LevelDigests(Stream& s, const kernels::LevelDigestsParams& p) override {
     Launch(s, cuda::LaunchLevelDigests, p, "digests of levels");
   }
