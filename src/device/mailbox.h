@@ -75,6 +75,10 @@ class Mailbox {
   virtual void Raise(Stream& stream, int channel) = 0;
   virtual void Await(Stream& stream, int channel) = 0;
 
+  // Returns the channel's word, in memory that the device reads: 0 once the round is over. An
+  // operator of the stream that raised the round may wait for that in place of Await.
+  const uint32_t* open_word(int channel) const { return word(channel); }
+
   // Returns [slots] of MailboxError, in memory that the device reads. Once set, a slot's error
   // stays until Reset: a program that runs again does not wipe it out before the host has looked.
   const uint32_t* errors() const { return errors_; }

@@ -17,6 +17,7 @@ class MailboxWorkers : public WorkerTeam {
 
   void Raise(Stream& stream, int channel) override { mailbox_->Raise(stream, channel); }
   void Await(Stream& stream, int channel) override { mailbox_->Await(stream, channel); }
+  const uint32_t* open_word(int channel) const override { return mailbox_->open_word(channel); }
   const uint32_t* errors() const override { return mailbox_->errors(); }
   bool Hold(int worker) override { return mailbox_->Hold(worker); }
   void LetGo(int worker) override { mailbox_->LetGo(worker); }

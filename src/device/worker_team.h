@@ -40,6 +40,8 @@ class WorkerTeam {
   // The device's side, as in Mailbox.
   virtual void Raise(Stream& stream, int channel) = 0;
   virtual void Await(Stream& stream, int channel) = 0;
+  // Null where workers do not run beside streams (Device::WorkersRunBesideStreams).
+  virtual const uint32_t* open_word(int channel) const = 0;
   virtual const uint32_t* errors() const = 0;  // [slots] of MailboxError, in pinned memory
 
   // A worker's side, from within its share, as in Mailbox: the request is read, and results are

@@ -1,6 +1,5 @@
 #include "src/attention/offload/row_mover.h"
 
-#include "absl/strings/str_cat.h"
 #include "src/attention/offload/gather_mover.h"
 #include "src/device/kernel_set.h"
 
@@ -11,23 +10,22 @@ class UvaMover : public RowMover {
  public:
   explicit UvaMover(const Options& options) : options_(options) {}
 
-  void Move(Stream& stream, int /*layer*/, const Lists& lists) override {
-    const kernels::PagedCache& home = options_.home;
-    const int64_t row_bytes = int64_t{home.head_dim} * SizeOf(home.type);
+  void Move(Stream& stream, int /*side*/, const Lists& lists) override {
     kernels::TransferParams move{};
-    move.source = home.base;
-    move.target = options_.resident;
-    move.source_pitch = move.target_pitch = row_bytes;
+    move.source = options_.source;
+    move.target = options_.target;
+    move.source_pitch = move.target_pitch = options_.unit_bytes;
     move.source_units = lists.source_units;
     move.target_units = lists.target_units;
     move.counts = lists.counts;
-    move.lists = lists.rows * options_.kv_heads;
+    move.lists = lists.rows * options_.lists_per_row;
     move.capacity = options_.capacity;
-    move.unit_bytes = static_cast<int32_t>(row_bytes);
+    move.unit_bytes = options_.unit_bytes;
+    move.max_workers = options_.processors;
     // K and V of a token together: their rows lie near each other, so that the link serves them at
     // nearly twice the rate of rows of one kind.
-    move.parts = 2;
-    move.part_pitch = home.block_tokens * row_bytes;
+    move.parts = options_.parts;
+    move.part_pitch = options_.part_pitch;
     options_.device->kernels().Transfer(stream, move);
   }
 

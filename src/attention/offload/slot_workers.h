@@ -55,6 +55,7 @@ class SlotWorkers {
   // The device's side, as in Mailbox.
   void Raise(Stream& stream, int channel) { team_->Raise(stream, channel); }
   void Await(Stream& stream, int channel) { team_->Await(stream, channel); }
+  const uint32_t* OpenWord(int channel) const { return team_->open_word(channel); }
 
   // The engine's side.
   //

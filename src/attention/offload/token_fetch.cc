@@ -41,10 +41,16 @@ RowMover::Options TokenFetch::MoverOptions(const Shape& shape) const {
   mover.device = options_.device;
   mover.slots = options_.slots;
   mover.max_rows = shape.rows;
-  mover.kv_heads = static_cast<int>(kv_heads_);
+  mover.lists_per_row = static_cast<int>(kv_heads_);
   mover.capacity = most_selected_;
-  mover.home = tier_->Home(0);
-  mover.resident = options_.hbm->base(0);
+  // A unit is the index of a token's K row, as Bring writes it. Its V row lies behind the K rows of
+  // its block, in HBM as in the home.
+  const kernels::PagedCache home = tier_->Home(0);
+  mover.source = home.base;
+  mover.target = options_.hbm->base(0);
+  mover.unit_bytes = static_cast<int32_t>(home.head_dim * SizeOf(home.type));
+  mover.parts = 2;
+  mover.part_pitch = int64_t{home.block_tokens} * mover.unit_bytes;
   mover.deadline = options_.worker_deadline;
   return mover;
 }
@@ -132,7 +138,7 @@ void TokenFetch::Bring(Stream& stream, Stream& fetches, int layer, const Queries
   kernels_.Bring(stream, bring);
   // The layer before and the next Bring go on while the tokens are fetched.
   fetches.After(stream);
-  mover_->Move(fetches, layer,
+  mover_->Move(fetches, layer % RowMover::kSides,
                {predicted.slots, chosen.source_units.as<int32_t>(),
                 chosen.target_units.as<int32_t>(), chosen.moves.as<int32_t>(), predicted.rows});
 }

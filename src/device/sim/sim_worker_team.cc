@@ -39,6 +39,7 @@ class SimWorkerTeam : public WorkerTeam {
   void Await(Stream& stream, int channel) override {
     static_cast<SimStream&>(stream).WaitFor(channels_[static_cast<size_t>(channel)].gate);
   }
+  const uint32_t* open_word(int /*channel*/) const override { return nullptr; }
   const uint32_t* errors() const override { return errors_; }
   // A share happens at one moment of time: nothing comes in between.
   bool Hold(int worker) override { return Owes(worker); }

@@ -35,64 +35,51 @@ Lists Draw(SplitMix64& random, int rows, int workers) {
   return lists;
 }
 
-// Checks one worker's part, and adds what it takes to `taken`, by (list, entry).
-int64_t CheckPart(const Lists& lists, GatherPlan& plan, const GatherPlan::Task& task,
-                  int64_t before, std::map<std::pair<int32_t, int32_t>, int>* taken) {
-  plan.Make(task, lists.counts, lists.servers);
-  CHECK(plan.before() == before);
+// Checks one worker's plan, and adds what it takes to `taken`, by (list, entry).
+void CheckPlan(const Lists& lists, GatherPlan& plan, int worker,
+               std::map<std::pair<int32_t, int32_t>, int>* taken) {
+  plan.Make(worker, lists.counts, lists.servers);
   int64_t entries = 0;
   for (const GatherPlan::Range& range : plan.ranges()) {
     const auto list = static_cast<size_t>(range.list);
     REQUIRE(0 <= range.begin);
     REQUIRE(range.begin < range.end);
     REQUIRE(range.end <= lists.counts[list]);
-    REQUIRE((lists.servers[list / kHeads] >> task.worker & 1) == 1);
+    REQUIRE((lists.servers[list / kHeads] >> worker & 1) == 1);
     for (int32_t i = range.begin; i < range.end; ++i) ++(*taken)[{range.list, i}];
     entries += range.end - range.begin;
   }
   CHECK(plan.entries() == entries);
-  return entries;
 }
 
-TEST_CASE("every entry of a served row belongs to one worker and one part") {
+TEST_CASE("every entry of a served row belongs to one worker") {
   SplitMix64 random(TestSeed());
   for (int round = 0; round < 200; ++round) {
     const int workers = 1 + static_cast<int>(random.Below(5));
     const int rows = 1 + static_cast<int>(random.Below(6));
-    const int parts = 1 + static_cast<int>(random.Below(8));
     const Lists lists = Draw(random, rows, workers);
-    GatherPlan plan(rows, kHeads, workers);
+    GatherPlan plan(rows, kHeads);
     int64_t served = 0;
     for (size_t list = 0; list < lists.counts.size(); ++list) {
       if (lists.servers[list / kHeads] != 0) served += lists.counts[list];
     }
     std::map<std::pair<int32_t, int32_t>, int> taken;
-    for (int part = 0; part < parts; ++part) {
-      int64_t all = 0;
-      for (int worker = 0; worker < workers; ++worker) {
-        const int64_t mine = CheckPart(lists, plan, {worker, part, parts}, all, &taken);
-        CHECK(mine <= GatherPlan::MostOfOne(served, parts));
-        all += mine;
-      }
-      CHECK(all <= GatherPlan::MostOfAll(served, parts, workers));
-    }
+    for (int worker = 0; worker < workers; ++worker) CheckPlan(lists, plan, worker, &taken);
     CHECK(std::ssize(taken) == served);
     CHECK(std::ranges::all_of(taken, [](const auto& entry) { return entry.second == 1; }));
   }
 }
 
-TEST_CASE("workers that serve one row have equal shares of one long list, in parts as equal") {
-  GatherPlan plan(1, kHeads, 4);
+TEST_CASE("workers that serve one row have equal shares of one long list") {
+  GatherPlan plan(1, kHeads);
   const std::vector<int32_t> counts = {0, 1003, 0};
   const std::vector<uint64_t> servers = {0b1011};
   for (const int worker : {0, 1, 3}) {
-    for (int part = 0; part < 5; ++part) {
-      plan.Make({worker, part, 5}, counts, servers);
-      CHECK(plan.entries() >= 1003 / 3 / 5);
-      CHECK(plan.entries() <= 1003 / 3 / 5 + 2);
-    }
+    plan.Make(worker, counts, servers);
+    CHECK(plan.entries() >= 1003 / 3);
+    CHECK(plan.entries() <= 1003 / 3 + 1);
   }
-  plan.Make({2, 0, 1}, counts, servers);
+  plan.Make(2, counts, servers);
   CHECK(plan.entries() == 0);
   CHECK(plan.ranges().empty());
 }

@@ -2,6 +2,9 @@
 
 #include <catch2/catch.hpp>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/device/mailbox.h"
@@ -47,6 +50,48 @@ void EveryShape(Device& device) {
 }
 SLUICE_TEST_ON_CPU_AND_GPU("both movers bring every row of random lists, and touch nothing else",
                            EveryShape)
+
+Shape LatentEntries() {
+  Shape shape;
+  shape.kv_heads = shape.parts = 1;
+  shape.head_dim = 328;  // 656 bytes
+  return shape;
+}
+
+// The rings have room for two bundles of each worker, so that workers wait for the device.
+void SmallRings(Device& device) {
+  for (const Mover kind : {Mover::kUva, Mover::kCpu}) {
+    for (const int workers : {1, 2, 5}) {
+      Shape shape = LatentEntries();
+      shape.kind = kind;
+      shape.workers = workers;
+      shape.ring_bytes = 1;
+      World world(device, shape, TestSeed() + static_cast<uint64_t>(workers));
+      for (int step = 0; step < 12; ++step) {
+        const int rows = 1 + step % shape.max_rows;
+        world.Draw(rows, step % 4 == 0 ? shape.capacity : 0);  // full lists, now and then
+        world.Step(rows);
+        world.Check(rows);
+      }
+      CHECK(world.Failed().empty());
+    }
+  }
+}
+SLUICE_TEST_ON_CPU_AND_GPU("both movers bring latent entries, through rings far smaller than lists",
+                           SmallRings)
+
+void Skipped(Device& device) {
+  for (const Mover kind : {Mover::kUva, Mover::kCpu}) {
+    Shape shape = LatentEntries();
+    shape.kind = kind;
+    World world(device, shape, TestSeed());
+    world.Draw(8, 20);
+    world.Skip(3);
+    world.Step(8);
+    world.Check(8);
+  }
+}
+SLUICE_TEST_ON_CPU_AND_GPU("an entry with a negative source is skipped", Skipped)
 
 // Programs of several buckets share the rounds.
 void Replays(Device& device) {
@@ -161,6 +206,31 @@ void Dying(Device& device) {
   CHECK(workers.Statistics().workers == 0);
 }
 SLUICE_TEST_ON_CPU_AND_GPU("a worker that dies ends its group's sequences, and no later one", Dying)
+
+// A worker meets the fault before any of its bundles, in a ring that is full or not.
+void AtEachPlace(Device& device) {
+  for (const int64_t ring_bytes : {int64_t{1}, int64_t{1} << 20}) {
+    for (const char* fault : {"attention.worker_exit=error*1@", "attention.worker=error*1@",
+                              "attention.worker=delay(600ms)*1@"}) {
+      for (const int hits : {0, 1, 2, 5, 9, 14}) {
+        INFO(fault << hits << ", rings of " << ring_bytes << " bytes");
+        Shape shape = LatentEntries();
+        shape.ring_bytes = ring_bytes;
+        shape.deadline = absl::Milliseconds(400);
+        World world(device, shape, TestSeed() + static_cast<uint64_t>(hits));
+        const std::vector<int> lost = MeetFault(world, absl::StrCat(fault, hits).c_str());
+        for (const int slot : lost) REQUIRE(world.mover->workers()->AtRest(slot));
+        absl::SleepFor(absl::Milliseconds(absl::StrContains(fault, "delay") ? 300 : 0));
+        for (const int slot : lost) world.MoveIn(slot);
+        world.Step(6);  // The late worker is back, or its round was without it.
+        for (const int slot : lost) world.MoveIn(slot);
+        RunWell(world, 3);
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_CPU_AND_GPU("a worker that fails, dies or stalls anywhere ends its group alone",
+                           AtEachPlace)
 
 void Late(Device& device) {
   Shape shape;

@@ -19,7 +19,8 @@ struct Shape {
   int slots = 6;
   int layers = 4;
   int max_rows = 8;
-  int kv_heads = 2;
+  int kv_heads = 2;  // lists of a row
+  int parts = 2;     // of a unit: K and V of a token; 1: a latent entry
   int head_dim = 16;
   int block_tokens = 8;
   int blocks = 40;  // of a sequence in a layer
@@ -27,6 +28,7 @@ struct Shape {
   PolicyOptions::Mover kind = PolicyOptions::Mover::kCpu;
   int workers = 3;
   absl::Duration deadline = absl::Seconds(60);
+  int64_t ring_bytes = int64_t{4} << 20;
 };
 
 class World {
@@ -54,14 +56,14 @@ class World {
     options.device = &device_;
     options.slots = shape.slots;
     options.max_rows = shape.max_rows;
-    options.kv_heads = shape.kv_heads;
+    options.lists_per_row = shape.kv_heads;
     options.capacity = shape.capacity;
-    options.home.base = home_.data();
-    options.home.block_tokens = shape.block_tokens;
-    options.home.kv_heads = shape.kv_heads;
-    options.home.head_dim = shape.head_dim;
-    options.home.type = kernels::DType::kBFloat16;
-    options.resident = resident_.device();
+    options.source = home_.data();
+    options.target = resident_.device();
+    options.unit_bytes = static_cast<int32_t>(RowBytes());
+    options.parts = shape.parts;
+    options.part_pitch = shape.parts == 1 ? 0 : shape.block_tokens * options.unit_bytes;
+    options.ring_bytes = shape.ring_bytes;
     options.workers = shape.workers;
     options.deadline = shape.deadline;
     return options;
@@ -84,6 +86,14 @@ class World {
     }
   }
 
+  // Makes every `n`-th entry of a list one that is skipped.
+  void Skip(int n) {
+    const int units = shape.max_rows * shape.kv_heads * shape.capacity;
+    for (DeviceLists& lists : lists_) {
+      for (int i = 0; i < units; i += n) lists.source[Count(i)] = -1;
+    }
+  }
+
   // Enqueues a step whose layers fetch on branches, as a policy does.
   void Enqueue(Stream& s, int rows) {
     slots_.ToDevice(s);
@@ -93,7 +103,7 @@ class World {
       for (const auto* list : {&lists.source, &lists.target, &lists.counts}) list->ToDevice(s);
       Stream& fetches = s.Branch(1 + layer % 2);
       fetches.After(s);
-      mover->Move(fetches, layer,
+      mover->Move(fetches, layer % RowMover::kSides,
                   {slots_.device(), lists.source.device(), lists.target.device(),
                    lists.counts.device(), rows});
     }
@@ -210,9 +220,10 @@ class World {
     const DeviceLists& lists = lists_[Count(layer)];
     for (int i = 0; i < lists.counts[Count(list)]; ++i) {
       const size_t entry = Count(list * shape.capacity + i);
-      for (const int part : {0, shape.block_tokens}) {  // K, V
-        const size_t from = RowBytes() * Count(lists.source[entry] + part);
-        const size_t to = RowBytes() * Count(lists.target[entry] + part);
+      if (lists.source[entry] < 0) continue;
+      for (int part = 0; part < shape.parts; ++part) {  // K, V
+        const size_t from = RowBytes() * Count(lists.source[entry] + part * shape.block_tokens);
+        const size_t to = RowBytes() * Count(lists.target[entry] + part * shape.block_tokens);
         std::memcpy(resident.data() + to, home_.as<uint8_t>() + from, RowBytes());
       }
     }
