@@ -66,6 +66,7 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
   WorkerStatistics Workers() const override { return policy_->Workers(); }
   bool WantsRecording(int32_t decode_rows) override { return policy_->WantsRecording(decode_rows); }
   ScheduleStatistics Schedules() const override { return policy_->Schedules(); }
+  LinkStatistics Link() const override { return policy_->Link(); }
   std::string DescribeSteps(int32_t decode_rows) override {
     return policy_->DescribeSteps(decode_rows);
   }

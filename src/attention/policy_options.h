@@ -105,8 +105,9 @@ struct PolicyOptions {
   } recall;
 
   // How tokens come from the host KV cache to HBM (src/attention/offload/row_mover.h): the device
-  // reads them by itself, or CPU workers gather them for it.
-  enum class Mover { kUva, kCpu };
+  // reads them by itself, or CPU workers gather them for it, or whichever is faster on this machine
+  // (mover_choice.h; ess alone).
+  enum class Mover { kUva, kCpu, kAuto };
 
   struct Clo {
     // A row of n tokens selects n / budget_divisor of them where that is more than budget_tokens;
@@ -218,6 +219,10 @@ struct PolicyOptions {
     // Multiprocessors that attention to resident entries leaves to the fetching. With 4 the link is
     // full (kernels/cuda/residency/transfer.cu).
     int transfer_workers = 4;
+    // How a decode row's misses come. `workers` CPU workers are those of kCpu. What is fetched for
+    // the next step, for a warm-up or for a prompt's rows is read by the device, since nobody
+    // waits.
+    Mover mover = Mover::kUva;
     MissProfile profile;  // from sluice-profile; may be empty
     EssProbe probe;       // For benches and profiles alone.
   } ess;

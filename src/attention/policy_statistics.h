@@ -71,9 +71,18 @@ struct ScheduleStatistics {
   int64_t changes = 0;  // how often steps of a size were given other schedules
 };
 
+// How a policy's units come over the link (src/attention/offload/mover_choice.h).
+struct LinkStatistics {
+  static constexpr size_t kMovers = 2;
+  static constexpr const char* kNames[kMovers] = {"uva", "cpu"};
+  int mover = -1;  // its number; -1: the policy has no choice
+  // payload of each mover, measured when the policy was made; 0: it was not measured
+  std::array<double, kMovers> bytes_per_s{};
+};
+
 enum class WorkerDuty {
   kAttend,  // workers attend to tokens that are not in HBM
-  kGather,  // workers gather K and V that the device then fetches
+  kGather,  // workers gather K and V, or latent entries, that the device then fetches
 };
 
 // Statistics of the CPU workers of a policy since it was made.
@@ -104,6 +113,8 @@ class PolicyStatisticsSource {
   virtual WorkerStatistics Workers() const { return {}; }
   // Returns which schedules the policy has chosen. Any thread, at any time.
   virtual ScheduleStatistics Schedules() const { return {}; }
+  // Returns how units come over the link. Any thread, at any time.
+  virtual LinkStatistics Link() const { return {}; }
   // Describes, for people, the schedules of steps of `decode_rows` decode rows; empty if the policy
   // chooses none. Engine's thread, or before the engine runs.
   virtual std::string DescribeSteps(int32_t /*decode_rows*/) { return ""; }

@@ -41,6 +41,12 @@ PolicyOptions::Ess::Overlap OverlapOf(const std::string& name) {
                          : Overlap::kLayerWise;
 }
 
+PolicyOptions::Mover MoverOf(const std::string& name) {
+  using Mover = PolicyOptions::Mover;
+  if (name == "cpu") return Mover::kCpu;
+  return name == "auto" ? Mover::kAuto : Mover::kUva;
+}
+
 // Returns OK if device auto takes the GPU, else the reason why it takes the CPU.
 absl::Status CheckGpu(const Config& config) {
   if (config.kernels() != "auto") {
@@ -183,6 +189,7 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   o.ess.overlap = OverlapOf(config.ess_overlap());
   o.ess.prefetch = static_cast<int>(config.ess_prefetch());
   o.ess.transfer_workers = static_cast<int>(config.ess_transfer_workers());
+  o.ess.mover = MoverOf(config.ess_mover());
   if (config.fluxion_placement() == "pull") {
     o.fluxion.placement = PolicyOptions::Fluxion::Placement::kPull;
     // The arbiter has a thread, which needs a core like a worker.

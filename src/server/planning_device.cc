@@ -127,6 +127,7 @@ class NoWorkers : public WorkerTeam {
   explicit NoWorkers(Buffer pinned) : pinned_(std::move(pinned)) {}
   void Raise(Stream&, int) override {}
   void Await(Stream&, int) override {}
+  const uint32_t* open_word(int /*channel*/) const override { return nullptr; }
   const uint32_t* errors() const override { return pinned_.as<uint32_t>(); }
   bool Hold(int) override { return false; }
   void LetGo(int) override {}

@@ -61,6 +61,8 @@ LatentRig::LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const st
       std::max(kMaxPromptRows, shape.slots * shape.rows_per_sequence + shape.row_bucket);
   options_.latent_rank = shape.rank;
   options_.index_top_k = shape.top_k;
+  options_.workers = shape.workers;
+  options_.worker_deadline = shape.worker_deadline;
   options_.hbm_bytes = static_cast<int64_t>(shape.pool_bytes);
   options_.ess = ess;
   const TierShapes tiers = TierShapesOf(options_, layout);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_options.h"
 #include "src/device/allocation.h"
@@ -35,6 +36,8 @@ class LatentRig {
     int rows_per_sequence = 1;  // PolicyOptions::rows_per_sequence
     double drift = 0.02;        // how far the indexer's queries turn from one position to the next
     size_t pool_bytes = size_t{8} << 20;
+    int workers = 3;  // of a mover by way of the CPU
+    absl::Duration worker_deadline = absl::Seconds(60);
   };
   // `options` are policy ess's own; the rig sets the others.
   LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const std::string& name = "ess");

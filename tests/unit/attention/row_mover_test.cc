@@ -2,9 +2,8 @@
 
 #include <catch2/catch.hpp>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-
+#include "src/attention/offload/mover_choice.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/device/mailbox.h"
@@ -207,26 +206,29 @@ void Dying(Device& device) {
 }
 SLUICE_TEST_ON_CPU_AND_GPU("a worker that dies ends its group's sequences, and no later one", Dying)
 
-// A worker meets the fault before any of its bundles, in a ring that is full or not.
+// A worker meets the fault before its bundles, in rings that are full or not.
 void AtEachPlace(Device& device) {
+  const auto meet = [&device](const std::string& fault, const Shape& shape, absl::Duration back) {
+    INFO(fault << ", rings of " << shape.ring_bytes << " bytes");
+    World world(device, shape, TestSeed());
+    const std::vector<int> lost = MeetFault(world, fault.c_str());
+    for (const int slot : lost) REQUIRE(world.mover->workers()->AtRest(slot));
+    absl::SleepFor(back);
+    world.Step(6);  // A late worker is back, or this was its round without it.
+    for (const int slot : lost) world.MoveIn(slot);
+    RunWell(world, 3);
+  };
   for (const int64_t ring_bytes : {int64_t{1}, int64_t{1} << 20}) {
-    for (const char* fault : {"attention.worker_exit=error*1@", "attention.worker=error*1@",
-                              "attention.worker=delay(600ms)*1@"}) {
+    Shape shape = LatentEntries();
+    shape.ring_bytes = ring_bytes;
+    for (const char* fault : {"attention.worker_exit=error*1@", "attention.worker=error*1@"}) {
       for (const int hits : {0, 1, 2, 5, 9, 14}) {
-        INFO(fault << hits << ", rings of " << ring_bytes << " bytes");
-        Shape shape = LatentEntries();
-        shape.ring_bytes = ring_bytes;
-        shape.deadline = absl::Milliseconds(400);
-        World world(device, shape, TestSeed() + static_cast<uint64_t>(hits));
-        const std::vector<int> lost = MeetFault(world, absl::StrCat(fault, hits).c_str());
-        for (const int slot : lost) REQUIRE(world.mover->workers()->AtRest(slot));
-        absl::SleepFor(absl::Milliseconds(absl::StrContains(fault, "delay") ? 300 : 0));
-        for (const int slot : lost) world.MoveIn(slot);
-        world.Step(6);  // The late worker is back, or its round was without it.
-        for (const int slot : lost) world.MoveIn(slot);
-        RunWell(world, 3);
+        meet(absl::StrCat(fault, hits), shape, absl::ZeroDuration());
       }
     }
+    shape.deadline = absl::Seconds(1);
+    meet(absl::StrCat("attention.worker=delay(2s)*1@", ring_bytes == 1 ? 7 : 0), shape,
+         absl::Milliseconds(1200));
   }
 }
 SLUICE_TEST_ON_CPU_AND_GPU("a worker that fails, dies or stalls anywhere ends its group alone",
@@ -323,6 +325,32 @@ TEST_CASE("a simulated device with faults of workers harms only the sequences th
   }
   CHECK(failed > 40);
   CHECK(checked > 40 * 10 * 2);
+}
+
+TEST_CASE("movers are measured with units of the whole arena") {
+  const auto device = testing::TestDevice("portable");
+  REQUIRE(device.ok());
+  const World world(**device, LatentEntries(), TestSeed());
+  RowMover::Options options = world.MoverOptions();
+  const absl::StatusOr<LinkStatistics> measured = MeasureMovers(options, {5000, 5000});
+  REQUIRE(measured.ok());
+  CHECK(measured->bytes_per_s[0] > 0);
+  CHECK(measured->bytes_per_s[1] > 0);
+  // There is nothing to write to.
+  CHECK(MeasureMovers(options, {5000, options.max_rows - 1})->bytes_per_s[0] == 0);
+  options.kind = Mover::kAuto;
+  const absl::StatusOr<ChosenMover> chosen = ChooseMover(options, {5000, 5000});
+  REQUIRE(chosen.ok());
+  CHECK(chosen->link.mover == static_cast<int>(Mover::kUva));
+  CHECK(chosen->mover->workers() == nullptr);
+}
+
+TEST_CASE("the CPU's rate has to be clearly higher to be chosen") {
+  CHECK(FasterMover({-1, {0, 0}}) == Mover::kUva);
+  CHECK(FasterMover({-1, {25e9, 25e9}}) == Mover::kUva);
+  CHECK(FasterMover({-1, {25e9, 27e9}}) == Mover::kUva);
+  CHECK(FasterMover({-1, {25e9, 28e9}}) == Mover::kCpu);
+  CHECK(FasterMover({-1, {25e9, 0}}) == Mover::kUva);
 }
 
 TEST_CASE("a mover refuses options that are out of range") {

@@ -8,6 +8,7 @@
 #include "src/attention/policies/ess/pool_division.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/device/mailbox.h"
 
 namespace sluice {
 namespace {
@@ -110,6 +111,12 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
         "ess with ess_lru"));
   }
   SLUICE_RETURN_IF_ERROR(CheckDrafts(o));
+  if (o.ess.mover != PolicyOptions::Mover::kUva &&
+      (o.workers < 1 || o.workers > Mailbox::kMaxWorkers)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("policy_workers: a mover by way of the CPU takes 1 to ", Mailbox::kMaxWorkers,
+                     ", found ", o.workers));
+  }
   if (o.ess.divide_places) SLUICE_RETURN_IF_ERROR(CheckDivision(o));
   for (const PagePool* pool : {o.hbm, o.dram}) {
     // The lists of entries to fetch number the entries of all layers together, in 32 bits.

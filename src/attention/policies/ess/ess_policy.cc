@@ -7,9 +7,11 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "src/attention/latent/index_selection.h"
 #include "src/attention/policies/ess/draft_rows.h"
+#include "src/attention/policies/ess/ess_mover.h"
 #include "src/attention/policies/ess/ess_options.h"
 #include "src/attention/policies/ess/ess_tier.h"
 #include "src/attention/policies/ess/overlap_plan.h"
@@ -54,6 +56,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
     SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
     if (!tier_->Admit(slot, context, total, home)) return false;
     SLUICE_CHECK(!never_misses_ || tier_->HoldsWhole(slot), "no transfer would be launched for it");
+    if (mover_workers() != nullptr) mover_workers()->Join(slot);
     // Where every token has a place, all entries are fetched at the prompt's end.
     prompt_rows_.Join(slot, warms_ && !tier_->shape().HoldsWhole(total));
     if (draft_rows_ != nullptr) draft_rows_->Join(slot, !warms_ || !tier_->HoldsWhole(slot));
@@ -99,7 +102,11 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
     return recent_;
   }
   bool WantsRecording(int32_t decode_rows) override;
+  WorkerStatistics Workers() const override {
+    return mover_workers() == nullptr ? WorkerStatistics{} : mover_workers()->Statistics();
+  }
   ScheduleStatistics Schedules() const override { return plan_.statistics(); }
+  LinkStatistics Link() const override { return mover_.link; }
   std::string DescribeSteps(int32_t decode_rows) override {
     return LayersBySchedule(plan_.Of(decode_rows));
   }
@@ -123,8 +130,9 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   struct Parts {
     std::unique_ptr<EssTier> tier;
     std::unique_ptr<IndexSelection> selection;
-    std::unique_ptr<RowCopies> row_copies;  // Null: Transfer is used.
     std::unique_ptr<DraftRows> draft_rows;  // Null: no row is taken back, or nothing stays.
+    std::unique_ptr<RowCopies> row_copies;  // Null: `mover` is used.
+    ChosenMover mover;
   };
 
   EssPolicy(const PolicyOptions& options, Parts parts, PromptRows prompt_rows,
@@ -136,6 +144,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
         selection_(std::move(parts.selection)),
         row_copies_(std::move(parts.row_copies)),
         draft_rows_(std::move(parts.draft_rows)),
+        mover_(std::move(parts.mover)),
         prompt_rows_(std::move(prompt_rows)),
         operators_(std::move(operators)),
         plan_(OverlapOptionsOf(options_, tier_->shape(), DecodeRows(options_))),
@@ -163,8 +172,15 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   // Reads the counters every few steps, for the plan and for Recent.
   void PollCounters(Stream& stream, absl::Span<const int32_t> slots,
                     absl::Span<const int32_t> positions);
-  // Enqueues a transfer. Returns whether the last operator of the stream is now a Transfer.
-  bool Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
+  bool skips() const {
+    const bool* const skip = options_.ess.probe.skip_transfers;
+    return skip != nullptr && *skip;
+  }
+  SlotWorkers* mover_workers() const { return mover_.mover->workers(); }
+  // Enqueues the fetch of what the decode rows [first, first + rows) miss. Returns whether the last
+  // operator of the stream is now one that SparseMlaParams::then_arrives waits for.
+  bool FetchMisses(Stream& stream, int layer, const Params& a, int32_t first, int32_t rows) const;
+  // The same by Transfer, for any lists.
   bool Fetch(Stream& stream, const kernels::TransferParams& move) const;
   void AttendDecode(Stream& stream, int layer, const Params& a);
   void AttendPrompt(Stream& stream, int layer, const Params& a);
@@ -174,10 +190,11 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   const std::unique_ptr<EssTier> tier_;
   const bool never_misses_;  // The pools hold every sequence whole, whatever comes.
   const std::unique_ptr<IndexSelection> selection_;
-  const std::unique_ptr<RowCopies> row_copies_;  // Null: Transfer is used.
   const std::unique_ptr<DraftRows> draft_rows_;  // Null: no row is taken back, or nothing stays.
   // The layer's append of decode rows whose places are given in the layer itself.
   std::optional<kernels::LatentAppendParams> append_later_;
+  const std::unique_ptr<RowCopies> row_copies_;  // Null: `mover_` is used.
+  const ChosenMover mover_;
   PromptRows prompt_rows_;
   const StepOperators operators_;
   OverlapPlan plan_;
@@ -210,6 +227,12 @@ absl::Status EssPolicy::SlotHealth(int slot) const {
         absl::InternalError("entries that a step fetched did not reach HBM (failpoint "
                             "attention.gather); send the request again"),
         reasons::kTransferFailed);
+  }
+  if (mover_workers() != nullptr && mover_workers()->Failed(slot)) {
+    return WithReason(absl::InternalError(absl::StrCat(
+                          "entries that a step fetched did not reach HBM: ",
+                          mover_workers()->Health(slot).message(), "; send the request again")),
+                      reasons::kTransferFailed);
   }
   return tier_->Health(slot);
 }
@@ -283,13 +306,19 @@ bool EssPolicy::WantsRecording(int32_t decode_rows) {
   return true;
 }
 
-bool EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
-  return !never_misses_ && Fetch(stream, operators_.Fetch(layer, first, rows));
+bool EssPolicy::FetchMisses(Stream& stream, int layer, const Params& a, int32_t first,
+                            int32_t rows) const {
+  if (never_misses_) return false;
+  const kernels::TransferParams move = operators_.Fetch(layer, first, rows);
+  if (mover_workers() == nullptr || row_copies_ != nullptr || skips()) return Fetch(stream, move);
+  // The halves' transfers may be under way at once.
+  mover_.mover->Move(stream, first > 0 ? 1 : 0,
+                     {a.slots + first, move.source_units, move.target_units, move.counts, rows});
+  return true;
 }
 
 bool EssPolicy::Fetch(Stream& stream, const kernels::TransferParams& move) const {
-  const bool* const skip = options_.ess.probe.skip_transfers;
-  if (skip != nullptr && *skip) return false;
+  if (skips()) return false;
   if (row_copies_ != nullptr) {
     row_copies_->Enqueue(stream, move);
     return false;
@@ -339,7 +368,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
   if (half > 0) {
     select(0, half);
     early.After(stream);
-    Fetch(early, layer, 0, half);
+    FetchMisses(early, layer, a, 0, half);
   }
   select(half, rows - half);
   if (append_later_.has_value()) kernels().LatentAppend(stream, *append_later_);
@@ -350,7 +379,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
     a.make_queries(work);
     stream.After(work);
   }
-  const bool fetches = Fetch(stream, layer, half, rows - half);
+  const bool fetches = FetchMisses(stream, layer, a, half, rows - half);
   if (half > 0) stream.After(early);  // This too waits for a transfer, which has begun by then.
   done(Stage::kFetched);
   if (overlap == Overlap::kNone) a.make_queries(work);
@@ -391,7 +420,7 @@ void EssPolicy::AttendPrompt(Stream& stream, int layer, const Params& a) {
     update.counters = nullptr;
     update.ahead = replay.last ? 1 : 0;
     kernels().UpdateResidency(stream, update);
-    Fetch(stream, layer, 0, 1);
+    if (!never_misses_) Fetch(stream, operators_.Fetch(layer, 0, 1));
   }
 }
 
@@ -444,6 +473,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
                             DraftRows::Create({options.device, parts.tier.get(), options.slots,
                                                options.rows_per_sequence, options.index_top_k}));
   }
+  SLUICE_ASSIGN_OR_RETURN(parts.mover, ChooseEssMover(options, *parts.tier, DecodeRows(options)));
   SLUICE_ASSIGN_OR_RETURN(
       PromptRows prompt_rows,
       PromptRows::Create(options.device, options.slots,
