@@ -128,6 +128,15 @@ inline constexpr Metric kScheduleChanges{
     "Times that the layers' schedules were changed for steps of a size, because of the misses seen",
     ""};
 
+inline constexpr Metric kMover{
+    "sluice_ess_mover", Type::kGauge,
+    "1 for who reads the entries that steps miss in DRAM: the GPU by itself (uva), or CPU threads "
+    "that fill a ring for it (cpu)",
+    "mover"};
+inline constexpr Metric kMoverRate{
+    "sluice_ess_mover_bytes_per_second", Type::kGauge,
+    "Rate of each at the node's start, with ess_mover auto; 0 if it was not measured", "mover"};
+
 // Connections.
 inline constexpr Metric kConnections{"sluice_connections", Type::kGauge,
                                      "Open connections to the gRPC port", ""};
@@ -259,6 +268,8 @@ inline constexpr const Metric* kAll[] = {
     &kWorkerFailures,
     &kScheduleLayers,
     &kScheduleChanges,
+    &kMover,
+    &kMoverRate,
     &kConnections,
     &kConnectionsRefused,
     &kReserves,

@@ -61,6 +61,7 @@ constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch"
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
 constexpr std::array<const char*, 3> kRefusalNames = {"peer", "all", "system"};
 constexpr std::array<const char*, 3> kScheduleNames = {"none", "da", "dba"};
+constexpr std::array<const char*, 2> kMoverNames = {"uva", "cpu"};
 
 // Raises a counter to `total`. Two scrapes at once may bring older totals after newer ones; an
 // older total changes nothing.
@@ -208,6 +209,16 @@ Metrics::Metrics()
             return registry_->MakeGauge(names::kScheduleLayers, {{"schedule", name}});
           })),
       schedule_changes_(registry_->MakeCounter(names::kScheduleChanges)),
+      movers_(
+          Registry::ForEach<Gauge>(kMoverNames,
+                                   [&](const char* name) {
+                                     return registry_->MakeGauge(names::kMover, {{"mover", name}});
+                                   })),
+      mover_rates_(Registry::ForEach<Gauge>(
+          kMoverNames,
+          [&](const char* name) {
+            return registry_->MakeGauge(names::kMoverRate, {{"mover", name}});
+          })),
       drafts_(registry_->MakeCounter(names::kVllmDrafts)),
       draft_tokens_(registry_->MakeCounter(names::kVllmDraftTokens)),
       accepted_tokens_(registry_->MakeCounter(names::kVllmAcceptedTokens)),
@@ -265,6 +276,13 @@ void Metrics::SetSchedules(const ScheduleTotals& totals) const {
   absl::MutexLock lock(&registry_->mutex);
   for (size_t i = 0; i < totals.layers.size(); ++i) schedule_layers_[i].Set(totals.layers[i]);
   Raise(schedule_changes_, totals.changes, registry_->counted_changes);
+}
+
+void Metrics::SetLink(const LinkTotals& totals) const {
+  for (size_t i = 0; i < movers_.size(); ++i) {
+    movers_[i].Set(static_cast<int>(i) == totals.mover ? 1 : 0);
+    mover_rates_[i].Set(totals.bytes_per_s[i]);
+  }
 }
 
 void Metrics::SetConnections(const ConnectionTotals& totals) const {

@@ -111,6 +111,12 @@ struct ScheduleTotals {
   double changes = 0;              // since the process began
 };
 
+// How entries come over the link, of policy ess.
+struct LinkTotals {
+  int mover = -1;                       // uva, cpu; -1: there is no choice
+  std::array<double, 2> bytes_per_s{};  // of each, at the node's start; 0: not measured
+};
+
 // Connections to the gRPC port.
 struct ConnectionTotals {
   double open = 0;                  // now
@@ -161,6 +167,8 @@ class Metrics {
 
   // Brings the instruments of policy ess's schedules up to these totals.
   void SetSchedules(const ScheduleTotals& totals) const;
+  // Sets who brings entries over the link.
+  void SetLink(const LinkTotals& totals) const;
 
   // Brings the instruments of connections up to these totals.
   void SetConnections(const ConnectionTotals& totals) const;
@@ -232,6 +240,7 @@ class Metrics {
   const std::array<Counter, 3> worker_failures_;
   const std::array<Gauge, 3> schedule_layers_;
   const Counter schedule_changes_;
+  const std::array<Gauge, 2> movers_, mover_rates_;
   const Counter drafts_;
   const Counter draft_tokens_;
   const Counter accepted_tokens_;

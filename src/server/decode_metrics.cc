@@ -37,6 +37,8 @@ void UpdatePolicyMetrics(const AttentionPolicy& policy, const PagePool& hbm, Met
   for (size_t i = 0; i < totals.layers.size(); ++i) totals.layers[i] = schedules.layers[i];
   totals.changes = static_cast<double>(schedules.changes);
   metrics.SetSchedules(totals);
+  const LinkStatistics link = policy.Link();
+  metrics.SetLink({link.mover, link.bytes_per_s});
   const PolicyStatistics recent = policy.Recent();
   SelectionTotals selection;
   for (const PolicyStatistics::Layer& layer : recent.layers) {

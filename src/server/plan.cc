@@ -104,6 +104,11 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
                                ExpectedStatistics(options, in.layout, context),
                                static_cast<int>(out.rooms.back().running), context);
   out.workers = static_cast<int>(made->policy->Workers().workers);
+  if (const int mover = made->policy->Link().mover; mover >= 0) {
+    out.mover = options.ess.mover == PolicyOptions::Mover::kAuto
+                    ? "auto, measured when the node starts"
+                    : LinkStatistics::kNames[static_cast<size_t>(mover)];
+  }
   out.one = made->policy->DescribeSteps(1);
   out.all = made->policy->DescribeSteps(static_cast<int32_t>(in.max_sequences));
   return out;

@@ -63,6 +63,7 @@ struct PlanInput {
     // How it overlaps transfers and compute at first, if it chooses: with one sequence, and with
     // max_sequences.
     std::string one, all;
+    std::string mover;  // who brings its misses over the link; empty: there is no choice
   };
   std::vector<Policy> policies;
 };

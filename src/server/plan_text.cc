@@ -104,6 +104,10 @@ std::string PolicyLines(const PlanInput::Policy& policy, int64_t max_context) {
         "with one sequence, %s with max_sequences\n",
         policy.one, policy.all);
   }
+  if (!policy.mover.empty()) {
+    absl::StrAppendFormat(&out, "  what a step misses comes over the link by ess_mover %s\n",
+                          policy.mover);
+  }
   return out;
 }
 

@@ -89,6 +89,10 @@ void CheckTokens(const std::string& path, DType kv_dtype, double margin, size_t 
     }
     others.push_back(others.back());
     others.back().policy.ess.prefetch = 16;
+    others.push_back(others.back());
+    others.back().policy.ess.mover = PolicyOptions::Mover::kCpu;
+    others.back().policy.workers = 3;
+    others.back().policy.worker_deadline = absl::Seconds(60);
     for (const NodeOptions& options : others) {
       const std::vector<Generated> got = Run(options, *golden);
       for (size_t i = 0; i < std::min(cases, full.size()); ++i) {

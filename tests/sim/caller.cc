@@ -313,7 +313,7 @@ void Caller::CheckError(const FinishInfo& info) {
     ends(request_.expected.end == Expected::End::kBadLogits &&
              emitted_ == request_.expected.tokens.size(),
          Situation::kEndedByBadLogits);
-  } else if (reason == "WORKER_FAILED") {
+  } else if (reason == "WORKER_FAILED" || reason == "TRANSFER_FAILED") {
     const SimDeviceOptions& device = world_->scenario().node.device;
     ends(device.worker_failures > 0 || device.late_workers > 0 || device.leaving_workers > 0,
          Situation::kEndedByWorker);

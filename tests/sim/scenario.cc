@@ -34,6 +34,13 @@ constexpr const char* kSparse[] = {"oracle", "scout", "recall", "hgca", "clo"};
 // Policies over latent caches.
 constexpr const char* kOffloading[] = {"ess", "offload-naive"};
 
+void DrawWorkerFaults(SplitMix64& random, SimDeviceOptions* device) {
+  if (!OneIn(random, 3)) return;
+  device->worker_failures = 0.002;
+  device->late_workers = 0.001;
+  if (OneIn(random, 3)) device->leaving_workers = 0.0005;
+}
+
 // Draws a policy with a budget of a few blocks, and pools that hold at least one sequence of it.
 void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
   PolicyOptions& policy = node->policy;
@@ -64,11 +71,7 @@ void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
   // space for tables, digests and rings too, for at least one sequence
   node->hbm_pages = pages * 4;
   node->dram_pages = Between(random, pages, pages * 4);
-  if (OneIn(random, 3)) {
-    node->device.worker_failures = 0.002;
-    node->device.late_workers = 0.001;
-    if (OneIn(random, 3)) node->device.leaving_workers = 0.0005;
-  }
+  DrawWorkerFaults(random, &node->device);
 }
 
 // Draws the forms of clo. These draws are separate, so that a seed stays the same otherwise. The
@@ -145,6 +148,20 @@ void DrawOffloadedDrafts(NodeSpec* node) {
   node->policy.ess.prefetch = 0;  // is refused
 }
 
+// Draws who brings ess's misses over the link. These draws are separate, so that a seed stays the
+// same otherwise.
+void DrawMover(NodeSpec* node) {
+  using Mover = PolicyOptions::Mover;
+  SplitMix64 random(node->engine.seed + 3);
+  node->policy.ess.mover = OneIn(random, 3)   ? Mover::kUva
+                           : OneIn(random, 4) ? Mover::kAuto
+                                              : Mover::kCpu;
+  if (node->policy.ess.mover == Mover::kUva) return;
+  node->policy.workers = static_cast<int>(Between(random, 1, 4));
+  node->policy.worker_deadline = absl::Milliseconds(Between(random, 2, 20));
+  DrawWorkerFaults(random, &node->device);
+}
+
 // Draws whether a node of policy full speculates. These draws are separate, so that a seed stays
 // the same otherwise.
 void DrawSpeculation(NodeSpec* node) {
@@ -209,6 +226,7 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
       if (offloads) node.policy.name = wanted;
       DrawBeyondPaper(longest, &node);
       DrawOffloadedDrafts(&node);
+      DrawMover(&node);
       Measure(&node);
       if (node.longest == 0) {  // drafts may take more places than such a node has
         node.engine.draft_tokens = 0;

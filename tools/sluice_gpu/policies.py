@@ -124,11 +124,11 @@ PARTS: dict[str, list[AnyRun]] = {
                             "clo:persistent=0.3:bits=256", "clo:persistent=0.35",
                             "clo:persistent=0.35:similarity=0.95"), 32768, most=20,
                     full_sequences=6.6)],
-    # Each row beside the first differs by one form or setting. Those of mover=1 are the forms as published, in which
+    # Each row beside the first differs by one form or setting. Those of mover=cpu are the forms as published, in which
     # CPU workers gather.
     "clo-forms": [HeadsRun("heads", 32768),
-                  _clo("forms-32k", ("clo", "clo:replace=1", "clo:mover=1", "clo:early=0", "clo:persistent=0.2",
-                                     "clo-paper", "clo-paper:mover=1", "lru", "lru:mover=1", "clo-fetch-all", "hata",
+                  _clo("forms-32k", ("clo", "clo:replace=1", "clo:mover=cpu", "clo:early=0", "clo:persistent=0.2",
+                                     "clo-paper", "clo-paper:mover=cpu", "lru", "lru:mover=cpu", "clo-fetch-all", "hata",
                                      "hata-paper", "full"), 32768,
                        most=6, batches=(6,), given_batches=True, full_sequences=8, steps=16)],
     "clo128k": [HeadsRun("heads", 129024),

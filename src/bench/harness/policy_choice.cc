@@ -150,9 +150,12 @@ struct Given {
 };
 absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part) {
   const std::pair<std::string, std::string> sides = absl::StrSplit(part, absl::MaxSplits('=', 1));
+  const std::string of = preset.policy == std::string("offload-naive") ? "ess" : preset.policy;
   Given given;
   for (const PolicySetting& setting : AllPolicySettings()) {
-    if (sides.first == setting.key) given.setting = &setting;
+    if (sides.first != setting.key) continue;
+    // Two policies may have a setting of the same name.
+    if (given.setting == nullptr || setting.policy == of) given.setting = &setting;
   }
   if (given.setting == nullptr) {
     return absl::InvalidArgumentError(absl::StrCat("'", std::string(part), "' sets '", sides.first,
@@ -160,7 +163,6 @@ absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part)
                                                    DidYouMean(sides.first, PolicySettings())));
   }
   const std::string policy = given.setting->policy;
-  const std::string of = preset.policy == std::string("offload-naive") ? "ess" : preset.policy;
   // The model determines the tokens that full and ess attend to.
   const bool has = policy.empty() ? of != "full" && of != "ess" && of != kAuto
                                   : policy == of || policy == preset.name;

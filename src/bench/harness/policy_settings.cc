@@ -83,8 +83,9 @@ constexpr PolicySetting kSettings[] = {
     {"centred", "clo", false, [](PolicyOptions& o, double value) { o.clo.centred = value != 0; }},
     {"mover", "clo", false,
      [](PolicyOptions& o, double value) {
-       o.clo.mover = value != 0 ? PolicyOptions::Mover::kCpu : PolicyOptions::Mover::kUva;
-     }},
+       o.clo.mover = static_cast<PolicyOptions::Mover>(static_cast<int>(value));
+     },
+     "uva,cpu"},
     {"mover-workers", "clo", true,
      [](PolicyOptions& o, double value) { o.clo.mover_workers = static_cast<int>(value); }},
     {"block", "fluxion", true,
@@ -147,6 +148,13 @@ constexpr PolicySetting kSettings[] = {
      [](PolicyOptions& o, double value) { o.ess.divide_places = value != 0; }},
     {"movers", "ess", true,
      [](PolicyOptions& o, double value) { o.ess.transfer_workers = static_cast<int>(value); }},
+    {"mover", "ess", false,
+     [](PolicyOptions& o, double value) {
+       o.ess.mover = static_cast<PolicyOptions::Mover>(static_cast<int>(value));
+     },
+     "uva,cpu,auto"},
+    {"mover-workers", "ess", true,
+     [](PolicyOptions& o, double value) { o.workers = static_cast<int>(value); }},
     {"skip", "ess", false,
      [](PolicyOptions& o, double value) {
        o.ess.probe.skip_transfers = value != 0 ? &kSkip : nullptr;

@@ -72,8 +72,9 @@ scout:interval=8. These settings exist in this bench alone:
   prefetchable=X       (clo) refills of a head, per row, that a layer hides: no more heads are persistent than that needs
   ahead=0              (clo) persistent heads select by a layer's own queries, as published
   replace=1            (clo) a head that misses fetches all that it selects, as published
-  mover=1              (clo) CPU workers gather K and V for the link; 0: the device reads them itself
-  mover-workers=N      (clo) so many CPU workers gather, in two groups; 4 without it
+  mover=WORD           (clo, ess) who brings what is fetched over the link: uva: the device reads it itself; cpu: CPU
+                       workers gather it; auto (ess): whichever is faster, measured before the run
+  mover-workers=N      (clo, ess) so many CPU workers gather, in two groups; without it 4 for clo, all for ess
   block=N              (fluxion) every query head reads blocks of N tokens, whatever the predictor says
   fixed-share=X        (fluxion) how much each then reads of what is not in HBM
   device-share=X       (fluxion) how much of that the device reads over the link; the CPU reads the others

@@ -46,11 +46,16 @@ TEST_CASE("a policy's name may carry settings of that policy") {
   CHECK_FALSE(WithPolicy(options, "scout-no-ahead-no-recall").scout.recall);
   CHECK(WithPolicy(options, "hgca-mean").name == "hgca");
   CHECK(WithPolicy(options, "clo").clo.mover == PolicyOptions::Mover::kUva);
-  const PolicyOptions gathers = WithPolicy(options, "clo:mover=1:mover-workers=6");
+  const PolicyOptions gathers = WithPolicy(options, "clo:mover=cpu:mover-workers=6");
   CHECK(gathers.clo.mover == PolicyOptions::Mover::kCpu);
   CHECK(gathers.clo.mover_workers == 6);
   CHECK_FALSE(ParsePolicies("clo:mover-workers=0").ok());
-  CHECK_FALSE(ParsePolicies("recall:mover=1").ok());
+  CHECK_FALSE(ParsePolicies("recall:mover=cpu").ok());
+  CHECK_FALSE(ParsePolicies("clo:mover=auto").ok());
+  const PolicyOptions latent = WithPolicy(options, "ess:mover=auto:mover-workers=7");
+  CHECK(latent.ess.mover == PolicyOptions::Mover::kAuto);
+  CHECK(latent.workers == 7);
+  CHECK(WithPolicy(options, "offload-naive:mover=cpu").ess.mover == PolicyOptions::Mover::kCpu);
   const PolicyOptions fixed = WithPolicy(options, "fluxion-fixed:hot=1:device-share=0.25");
   CHECK(fixed.fluxion.fixed_block == 16);
   CHECK(fixed.fluxion.resident);

@@ -223,6 +223,7 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.SetWorkers({2, 1.0, 10, {7, 5, 6}});  // older
   metrics.SetSchedules({{10, 20, 31}, 4});
   metrics.SetSchedules({{11, 12, 13}, 3});  // older changes
+  metrics.SetLink({1, {25e9, 40e9}});
   metrics.SetConnections({21, {5, 6, 7}});
   metrics.SetConnections({20, {5, 8, 6}});
   metrics.SetDraftTokens(2);
@@ -278,6 +279,10 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {R"(sluice_ess_schedule_layers{schedule="da"})", 12},
       {R"(sluice_ess_schedule_layers{schedule="dba"})", 13},
       {"sluice_ess_schedule_changes_total", 4},
+      {R"(sluice_ess_mover{mover="uva"})", 0},
+      {R"(sluice_ess_mover{mover="cpu"})", 1},
+      {R"(sluice_ess_mover_bytes_per_second{mover="uva"})", 25e9},
+      {R"(sluice_ess_mover_bytes_per_second{mover="cpu"})", 40e9},
       {"sluice_connections", 20},
       {R"(sluice_connections_refused_total{reason="peer"})", 5},
       {R"(sluice_connections_refused_total{reason="all"})", 8},

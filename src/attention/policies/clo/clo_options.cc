@@ -74,6 +74,10 @@ absl::Status CheckCloOptions(const PolicyOptions& options, const HashShape& hash
         absl::StrCat("score_reduction: policy ", options.name,
                      " scores by hash codes, which give no softmax: expected max or mean"));
   }
+  if (clo.mover == PolicyOptions::Mover::kAuto) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("clo.mover: policy ", options.name, " measures none: expected uva or cpu"));
+  }
   if (clo.mover == PolicyOptions::Mover::kCpu &&
       (clo.mover_workers < 1 || clo.mover_workers > Mailbox::kMaxWorkers)) {
     return OutOfRange(options, "clo_mover_workers",

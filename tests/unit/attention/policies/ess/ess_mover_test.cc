@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "src/attention/policies/ess/ess_options.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
@@ -81,7 +83,7 @@ TEST_CASE("ess: auto is the device's own reads where nothing lies across a link"
 
 TEST_CASE("ess: pools that never miss have no workers") {
   PolicyOptions::Ess ess = SmallPools(Mover::kCpu);
-  ess.sparse_memory_ratio = 1;
+  ess.least_places = LatentRig::Shape().max_context + 1;
   LatentRig rig({}, ess);
   REQUIRE(rig.policy().Workers().workers == 0);
 }
@@ -144,6 +146,7 @@ Lived Decode(const std::string& fault, Overlap overlap, absl::Duration deadline)
       live = std::move(still);
     }
   }
+  if (absl::StrContains(fault, "delay")) absl::SleepFor(absl::Seconds(3));  // It is back by then.
   // The slots serve other sequences.
   for (const int slot : out.lost) {
     admit(slot);
