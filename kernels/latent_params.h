@@ -209,10 +209,10 @@ struct SparseMlaParams {
   // takes one processor wholly, and blocks that had to wait for a transfer's blocks would end with
   // the transfer.
   int32_t spare_processors;
-  // Promises that the operator before this one in its stream is a Transfer that brings the entries
-  // of second lists and nothing else that this one reads, and that everything before that Transfer
-  // is done when it begins. A GPU then computes first lists beneath the Transfer. Rows right behind
-  // a row of the same slot are exempt: the Transfer may bring entries of their first lists too.
+  // Promises that the operator before this one in its stream is a Transfer or a TakeRing that
+  // brings the entries of second lists and nothing else that this one reads, and that everything
+  // before that operator is done when it begins. A GPU then computes first lists beneath it. Rows
+  // right behind a row of the same slot are exempt: it may bring entries of their first lists too.
   bool then_arrives = false;
   float scale;
   DType q_type;    // the kernel set's activation type

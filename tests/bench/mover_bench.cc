@@ -2,10 +2,15 @@
 // device: read there by the device itself (mover uva), or gathered by CPU workers (mover cpu).
 //
 //   sluice-mover-bench [cpu | cuda]
+//   sluice-mover-bench (cpu | cuda) entries GIB [ROWS MISSES]
 //
-// One sequence of Llama-3-8B's geometry (8 KV heads, head_dim 128, bf16), of whose tokens every
-// head selects a tenth: all that one layer fetches when every head misses. A run moves kLayers
-// layers, as a recorded program, on the branches that policies use. GB/s count K and V alone.
+// The second form times what policy ess misses (entry_movers.h): ROWS x MISSES latent entries of a
+// layer that lie scattered over GIB of pinned memory; 76 x 190 without them.
+//
+// In the first form one sequence of Llama-3-8B's geometry (8 KV heads, head_dim 128, bf16), of
+// whose tokens every head selects a tenth: all that one layer fetches when every head misses. A run
+// moves kLayers layers, as a recorded program, on the branches that policies use. GB/s count K and
+// V alone.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +24,7 @@
 #include "src/attention/offload/row_mover.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
+#include "tests/bench/entry_movers.h"
 #include "tests/support/device.h"
 
 namespace sluice {
@@ -136,14 +142,13 @@ class Case {
     options.kind = kind;
     options.device = &device_;
     options.slots = options.max_rows = 1;
-    options.kv_heads = kHeads;
+    options.lists_per_row = kHeads;
     options.capacity = static_cast<int32_t>(selected_);
-    options.home.base = home_.data();
-    options.home.block_tokens = kBlockTokens;
-    options.home.kv_heads = kHeads;
-    options.home.head_dim = kHeadDim;
-    options.home.type = kernels::DType::kBFloat16;
-    options.resident = resident_.data();
+    options.source = home_.data();
+    options.target = resident_.data();
+    options.unit_bytes = kRowBytes;
+    options.parts = 2;
+    options.part_pitch = kBlockTokens * kRowBytes;
     options.workers = workers;
     return OrDie(RowMover::Create(options));
   }
@@ -153,7 +158,7 @@ class Case {
       const int64_t first = int64_t{layer} * kHeads * selected_;
       Stream& fetches = s.Branch(1 + layer % 2);
       fetches.After(s);
-      mover.Move(fetches, layer,
+      mover.Move(fetches, layer % RowMover::kSides,
                  {slots_.as<int32_t>(), source_.as<int32_t>() + first,
                   target_.as<int32_t>() + first, counts_.as<int32_t>(), 1});
       s.After(fetches);
@@ -168,12 +173,16 @@ class Case {
   Buffer source_, target_, counts_, slots_;
 };
 
-int Main(const std::string& kernels) {
+int Main(const std::string& kernels, const bench::EntryMoversOptions* entries) {
   const auto device = testing::TestDevice(kernels);
   if (!device.ok()) {
     std::fprintf(stderr, "sluice-mover-bench: %s\n",
                  std::string(device.status().message()).c_str());
     return 1;
+  }
+  if (entries != nullptr) {
+    bench::TimeEntryMovers(**device, *entries);
+    return 0;
   }
   for (const int64_t tokens : {4096, 16384, 65536}) {
     Case c(**device, tokens);
@@ -184,14 +193,32 @@ int Main(const std::string& kernels) {
   return 0;
 }
 
+int Usage() {
+  std::fprintf(stderr,
+               "sluice-mover-bench [cpu | cuda]\n"
+               "sluice-mover-bench (cpu | cuda) entries GIB [ROWS MISSES]\n");
+  return 2;
+}
+
 }  // namespace
 }  // namespace sluice
 
 int main(int argc, char** argv) {
   const std::string device = argc > 1 ? argv[1] : "cuda";
-  if (argc > 2 || (device != "cpu" && device != "cuda")) {
-    std::fprintf(stderr, "sluice-mover-bench [cpu | cuda]\n");
-    return 2;
+  const std::string kernels = device == "cpu" ? "auto" : device;
+  if (device != "cpu" && device != "cuda") return sluice::Usage();
+  if (argc <= 2) return sluice::Main(kernels, nullptr);
+  if (std::string(argv[2]) != "entries" || (argc != 4 && argc != 6)) return sluice::Usage();
+  sluice::bench::EntryMoversOptions entries;
+  entries.arena_bytes = static_cast<int64_t>(std::atof(argv[3]) * (1 << 30));
+  if (argc == 6) {
+    entries.rows = std::atoi(argv[4]);
+    entries.misses = std::atoi(argv[5]);
   }
-  return sluice::Main(device == "cpu" ? "auto" : device);
+  if (device == "cpu") {
+    entries.layers = 8;  // attention takes long there
+    entries.workers = {1, 2};
+  }
+  if (entries.arena_bytes <= 0 || entries.rows < 1 || entries.misses < 1) return sluice::Usage();
+  return sluice::Main(kernels, &entries);
 }

@@ -40,6 +40,7 @@ class LatentRun:
     def quickly(self) -> "LatentRun":
         """Returns a run with the same rows that takes seconds on any device. Ratios keep their words, misses shrink."""
         few = [policy.replace("ratio=", "least=160:ratio=").replace("prefetch=512", "prefetch=32")
+               .replace("mover-workers=14", "mover-workers=2")
                for policy in self.policies]
         return replace(self, model=SMALL, context=1024, hbm_mib=64, dram_gib=1, most=min(self.most, 4),
                        batches=tuple(min(b, 4) for b in self.batches), steps=4, policies=tuple(few),
@@ -133,6 +134,10 @@ LATENT_PARTS: dict[str, list[LatentRun | ProfileRun]] = {
                   # A copy command for each row takes seconds a step.
                   LatentRun("row-copies", ("offload-naive:ratio=0.2", "offload-naive:ratio=0.2:row-copies=1"),
                             32768, 40200, batches=(1,), given_batches=True, steps=2, dram_gib=4)],
+    # Who brings the misses: the GPU by itself, or CPU threads through a ring, or the faster of both.
+    "ess-mover": [LatentRun("mover", _of("0.2", "ess", "ess:mover=cpu:mover-workers=14", "ess:mover=cpu:mover-workers=8",
+                                         "ess:mover=auto:mover-workers=14", "ess:skip=1"), 32768, 40200, batches=(76,),
+                            given_batches=True, most=76, distinct=2)],
     # The share of the transfers that is hidden, by set misses. At 128K the cap has room for the paper's 20 sequences.
     "ess-overlap32k": [LatentRun("overlap-32k", _of("0.2", "ess-da", "ess-dba"), 32768, 40200, batches=(76,),
                                  given_batches=True, most=76, steps=24, misses=(80, 200))],

@@ -7,9 +7,8 @@
 //    me are done".
 // 2. Before that call a kernel may read only data that no kernel of a step writes: weights,
 //    tables that copies wrote before the step, and keys and values of earlier steps. SparseMla
-//    beneath a Transfer (SparseMlaParams::then_arrives) may also read data that was complete
-//    before the Transfer, because a Transfer lets it begin only when the Transfer's own wait is
-//    over.
+//    beneath a Transfer or a TakeRing (SparseMlaParams::then_arrives) may also read data that was
+//    complete before that, because those let it begin only when their own wait is over.
 // 3. LetNextKernelStart() allows the next kernel to be scheduled once every block has called it
 //    or ended. Call it as soon as the next kernel's blocks may take shared memory and registers.
 // 4. Branches (Stream::After): a kernel behind a fork or a join has the last kernel of each
