@@ -13,7 +13,8 @@ RowMover::Options MoverOptions(const PolicyOptions& options, const EssTier& tier
   mover.device = options.device;
   mover.slots = options.slots;
   mover.max_rows = decode_rows;
-  mover.capacity = options.index_top_k;
+  // Rows that are updated together list their moves in the first one's list.
+  mover.capacity = options.index_top_k * (options.ess.lru ? 1 : options.rows_per_sequence);
   mover.source = tier.Home(0).base;
   mover.target = tier.Pool(0).base;
   mover.unit_bytes = static_cast<int32_t>(tier.latent().bytes_per_token);
