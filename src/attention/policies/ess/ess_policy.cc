@@ -143,8 +143,8 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
         never_misses_(warms_ && tier_->shape().HoldsAllWhole()),
         selection_(std::move(parts.selection)),
         row_copies_(std::move(parts.row_copies)),
-        draft_rows_(std::move(parts.draft_rows)),
         mover_(std::move(parts.mover)),
+        draft_rows_(std::move(parts.draft_rows)),
         prompt_rows_(std::move(prompt_rows)),
         operators_(std::move(operators)),
         plan_(OverlapOptionsOf(options_, tier_->shape(), DecodeRows(options_))),
@@ -190,11 +190,11 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   const std::unique_ptr<EssTier> tier_;
   const bool never_misses_;  // The pools hold every sequence whole, whatever comes.
   const std::unique_ptr<IndexSelection> selection_;
+  const std::unique_ptr<RowCopies> row_copies_;  // Null: `mover_` is used.
+  const ChosenMover mover_;
   const std::unique_ptr<DraftRows> draft_rows_;  // Null: no row is taken back, or nothing stays.
   // The layer's append of decode rows whose places are given in the layer itself.
   std::optional<kernels::LatentAppendParams> append_later_;
-  const std::unique_ptr<RowCopies> row_copies_;  // Null: `mover_` is used.
-  const ChosenMover mover_;
   PromptRows prompt_rows_;
   const StepOperators operators_;
   OverlapPlan plan_;
