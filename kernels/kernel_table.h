@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/bring_params.h"
+#include "kernels/draft_params.h"
 #include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
@@ -97,6 +98,9 @@ struct KernelTable {
   void (*route_pairs)(const RouteParams&, Worker);
   void (*expert_linear)(const ExpertLinearParams&, Worker);
   void (*combine)(const CombineParams&, Worker);
+  // Speculation on the device (kernels/draft_params.h).
+  void (*settle_drafts)(const SettleDraftsParams&, Worker);
+  void (*newest_lists)(const NewestListsParams&, Worker);
 };
 
 // Returns every path that this processor can run, slowest first: reference, portable, ..., the

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "kernels/bring_params.h"
+#include "kernels/draft_params.h"
 #include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
@@ -90,6 +91,8 @@ SLUICE_PLAIN_PARAMS(TakeBackResidencyParams, 296);
 SLUICE_PLAIN_PARAMS(RouteParams, 88);
 SLUICE_PLAIN_PARAMS(ExpertLinearParams, 88);
 SLUICE_PLAIN_PARAMS(CombineParams, 48);
+SLUICE_PLAIN_PARAMS(SettleDraftsParams, 88);
+SLUICE_PLAIN_PARAMS(NewestListsParams, 56);
 
 #undef SLUICE_PLAIN_PARAMS
 

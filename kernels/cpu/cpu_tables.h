@@ -1,5 +1,5 @@
-// The CPU paths' tables and the operators that they share. Only dispatch.cc and the tables include
-// this.
+// The CPU paths' tables and the operators that they share, some of them with the reference, where
+// there is nothing to compute. Only dispatch.cc and the tables include this.
 #pragma once
 
 #include "kernels/cpu/pull.h"
@@ -31,6 +31,8 @@ void UpdateResidency(const UpdateResidencyParams& p, Worker worker);
 void TakeBackResidency(const TakeBackResidencyParams& p, Worker worker);
 void Route(const RouteParams& p, Worker worker);
 void RoutePairs(const RouteParams& p, Worker worker);
+void SettleDrafts(const SettleDraftsParams& p, Worker worker);
+void NewestLists(const NewestListsParams& p, Worker worker);
 
 // One table per path. Calling a function of a table on a processor without its instructions is an
 // illegal instruction; only dispatch.cc hands tables out.

@@ -201,6 +201,8 @@ const KernelTable& Avx2Table() {
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<FloatTiles<Avx2>>,
       .combine = Combine<Avx2>,
+      .settle_drafts = SettleDrafts,
+      .newest_lists = NewestLists,
   };
   return table;
 }

@@ -91,6 +91,8 @@ const KernelTable& Avx512Bf16Table() {
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<Bf16Tiles>,
       .combine = Combine<Avx512>,
+      .settle_drafts = SettleDrafts,
+      .newest_lists = NewestLists,
   };
   return table;
 }

@@ -154,6 +154,8 @@ const KernelTable& PortableTable() {
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<FloatTiles<Portable>>,
       .combine = Combine<Portable>,
+      .settle_drafts = SettleDrafts,
+      .newest_lists = NewestLists,
   };
   return table;
 }

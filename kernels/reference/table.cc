@@ -1,3 +1,4 @@
+#include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/pull.h"
 #include "kernels/cpu/ring.h"
 #include "kernels/reference/reference.h"
@@ -66,6 +67,8 @@ const KernelTable& Table() {
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear,
       .combine = Combine,
+      .settle_drafts = cpu::SettleDrafts,
+      .newest_lists = cpu::NewestLists,
   };
   return table;
 }

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/bring_params.h"
+#include "kernels/draft_params.h"
 #include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
@@ -152,6 +153,10 @@ class KernelSet {
   virtual void Route(Stream& stream, const kernels::RouteParams& params) = 0;
   virtual void ExpertLinear(Stream& stream, const kernels::ExpertLinearParams& params) = 0;
   virtual void Combine(Stream& stream, const kernels::CombineParams& params) = 0;
+
+  // Speculation on the device (kernels/draft_params.h).
+  virtual void SettleDrafts(Stream& stream, const kernels::SettleDraftsParams& params) = 0;
+  virtual void NewestLists(Stream& stream, const kernels::NewestListsParams& params) = 0;
 };
 
 }  // namespace sluice

@@ -80,22 +80,30 @@ absl::StatusOr<DenseFfn> DecoderModel::LoadFfn(WeightLoader& loader, const std::
 
 void DecoderModel::Begin(Stream& stream, const StepInputs& in) {
   SLUICE_CHECK(in.rows <= max_rows_ && in.logit_count <= max_logits_);
-  kernels::EmbeddingParams embedding{};
-  embedding.tokens = in.tokens;
-  embedding.token_stride = in.token_stride;
-  embedding.slots = in.slots;
-  embedding.positions = in.positions;
-  embedding.table = config_.tie_word_embeddings ? head_.matrix : embedding_.matrix;
-  embedding.out = residual_.as<float>();
-  embedding.rows = in.rows;
-  kernels_.Embedding(stream, embedding);
+  Embed(stream, in.tokens, in.token_stride, in.slots, in.positions, in.rows, residual_.as<float>());
+  RopeAngles(stream, in.positions, in.rows);
+}
 
+void DecoderModel::Embed(Stream& stream, const int32_t* tokens, int64_t token_stride,
+                         const int32_t* slots, const int32_t* positions, int32_t rows, float* out) {
+  kernels::EmbeddingParams embedding{};
+  embedding.tokens = tokens;
+  embedding.token_stride = token_stride;
+  embedding.slots = slots;
+  embedding.positions = positions;
+  embedding.table = config_.tie_word_embeddings ? head_.matrix : embedding_.matrix;
+  embedding.out = out;
+  embedding.rows = rows;
+  kernels_.Embedding(stream, embedding);
+}
+
+void DecoderModel::RopeAngles(Stream& stream, const int32_t* positions, int32_t rows) {
   kernels::RopeTableParams rope{};
-  rope.positions = in.positions;
+  rope.positions = positions;
   rope.inv_freq = inv_freq_.data();
   rope.scale = RopeAttentionFactor(config_.rope);
   rope.cos_sin = cos_sin_.as<float>();
-  rope.rows = in.rows;
+  rope.rows = rows;
   rope.half_dim = rope_dim_ / 2;
   kernels_.RopeTable(stream, rope);
 }
@@ -112,14 +120,18 @@ void DecoderModel::RunFfn(Stream& stream, const DenseFfn& ffn, const void* x, in
 }
 
 void DecoderModel::Logits(Stream& stream, const StepInputs& in) {
-  if (in.logit_count == 0) return;
-  kernels::RmsNormParams norm =
-      NormOf(residual_.as<float>(), final_norm_, head_input_.data(), in.logit_count);
-  norm.row_index = in.logit_rows;
-  kernels_.RmsNorm(stream, norm);
+  LogitsOf(stream, final_norm_, head_, in.logit_rows, in.logit_count, in.logits);
+}
+
+void DecoderModel::LogitsOf(Stream& stream, const DeviceVector& norm, const Weight& head,
+                            const int32_t* rows, int32_t count, float* logits) {
+  if (count == 0) return;
+  kernels::RmsNormParams normed = NormOf(residual_.as<float>(), norm, head_input_.data(), count);
+  normed.row_index = rows;
+  kernels_.RmsNorm(stream, normed);
   // Each of these rows chooses a token, including the last row of a prompt.
-  ops_.Product(stream, head_input_.data(), head_, DeviceVector{}, in.logits, in.logit_count,
-               in.logit_count, /*accumulate=*/false);
+  ops_.Product(stream, head_input_.data(), head, DeviceVector{}, logits, count, count,
+               /*accumulate=*/false);
 }
 
 }  // namespace sluice

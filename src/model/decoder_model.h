@@ -40,8 +40,17 @@ class DecoderModel : public Model {
   // Enqueues the residual of the step's rows, from their tokens, and the RoPE angles of their
   // positions.
   void Begin(Stream& stream, const StepInputs& in);
+  // Enqueues the embeddings of rows' tokens: out[r] is that of tokens[slots[r] * token_stride +
+  // positions[r]], or 0 for a padded row.
+  void Embed(Stream& stream, const int32_t* tokens, int64_t token_stride, const int32_t* slots,
+             const int32_t* positions, int32_t rows, float* out);
+  // Enqueues the RoPE angles of rows' positions.
+  void RopeAngles(Stream& stream, const int32_t* positions, int32_t rows);
   // Enqueues the logits that are wanted, from the residual.
   void Logits(Stream& stream, const StepInputs& in);
+  // The same through another head. `rows`: [count] rows of the residual.
+  void LogitsOf(Stream& stream, const DeviceVector& norm, const Weight& head, const int32_t* rows,
+                int32_t count, float* logits);
   absl::StatusOr<DenseFfn> LoadFfn(WeightLoader& loader, const std::string& prefix, int inner,
                                    bool bias);
   // Enqueues residual += FFN(x), where x is activations [rows][hidden]. Uses gate_up_ and
@@ -56,6 +65,7 @@ class DecoderModel : public Model {
   float* Residual(RowRange rows) const {
     return residual_.as<float>() + int64_t{rows.begin} * config_.hidden_size;
   }
+  const DeviceVector& final_norm() const { return final_norm_; }
   // Returns the RoPE angles of a step's rows from `row` on.
   const float* CosSin(int64_t row) const { return cos_sin_.as<float>() + row * rope_dim_; }
 

@@ -21,8 +21,8 @@ LatentAttentionStage::LatentAttentionStage(const ModelConfig& config, DType kv_d
                                            const LayerOperators& ops)
     : config_(config), latent_(*config.latent), kv_dtype_(kv_dtype), ops_(ops) {}
 
-absl::StatusOr<LatentAttentionWeights> LatentAttentionStage::Load(WeightLoader& loader,
-                                                                  int layer) const {
+absl::StatusOr<LatentAttentionWeights> LatentAttentionStage::Load(WeightLoader& loader, int layer,
+                                                                  bool indexer) const {
   const LatentConfig& l = latent_;
   const int hidden = config_.hidden_size;
   const auto name = [layer](const char* suffix) {
@@ -31,7 +31,7 @@ absl::StatusOr<LatentAttentionWeights> LatentAttentionStage::Load(WeightLoader& 
   LatentAttentionWeights w;
   std::vector<WeightLoader::Part> input = {{name("q_a_proj.weight"), l.q_rank},
                                            {name("kv_a_proj_with_mqa.weight"), l.entry_dim()}};
-  if (l.indexer.has_value()) {
+  if (indexer && l.indexer.has_value()) {
     const WeightLoader::Part weights{name("indexer.weights_proj.weight"), l.indexer->heads};
     input.push_back({name("indexer.wk.weight"), kernels::kIndexDim});
     if (l.fp8_weights) {
@@ -144,7 +144,7 @@ void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionW
   Append(aside, layer, weights, in, cos_sin, attention);
   ops_.Norm(stream, projected_.as<float>(), projected_size(weights), l.q_rank, kInnerEpsilon,
             weights.q_norm, q_latent_.data(), in.rows);
-  if (l.indexer.has_value()) {
+  if (Indexed(weights)) {
     ops_.Product(stream, q_latent_.data(), weights.index_q, {}, index_heads_.as<float>(), in.rows,
                  in.decode_rows, /*accumulate=*/false);
   }
@@ -152,7 +152,7 @@ void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionW
 
   const auto make_queries = [&](Stream& on) { Queries(on, weights, in, cos_sin); };
   LatentAttention::Params params{.make_queries = make_queries};
-  if (l.indexer.has_value()) {
+  if (Indexed(weights)) {
     IndexQueries(stream, weights, in, cos_sin);
     params.index_q = index_q_.data();
     params.index_weights = head_weights_.as<float>();
@@ -205,7 +205,7 @@ void LatentAttentionStage::Append(Stream& stream, int layer, const LatentAttenti
   entry.epsilon = kInnerEpsilon;
   entry.decode_rows = in.decode_rows;
   attention.AppendLatent(stream, layer, entry);
-  if (!latent_.indexer.has_value()) return;
+  if (!Indexed(weights)) return;
 
   kernels::IndexAppendParams key{};
   key.k = projected_.as<float>() + index_key_at();

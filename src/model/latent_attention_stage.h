@@ -20,7 +20,7 @@ struct LatentAttentionWeights {
   Weight index_weights;  // weights_proj; empty if `input` has it
   DeviceVector q_norm, kv_norm;
   DeviceVector index_norm, index_norm_bias;
-  Weight index_q;  // wq_b
+  Weight index_q;  // wq_b; empty: there is no indexer
   Weight q_b;
   // Each head's kv_b_proj, folded into queries and results: W_k^T [heads * rank][nope] and
   // W_v [heads * v][rank].
@@ -33,7 +33,9 @@ class LatentAttentionStage {
   // REQUIRES: `config` and `ops` outlive this.
   LatentAttentionStage(const ModelConfig& config, DType kv_dtype, const LayerOperators& ops);
 
-  absl::StatusOr<LatentAttentionWeights> Load(WeightLoader& loader, int layer) const;
+  // Without `indexer` the layer's indexer is passed over, if the model has one: what the rows
+  // attend to is then for LatentAttention to say.
+  absl::StatusOr<LatentAttentionWeights> Load(WeightLoader& loader, int layer, bool indexer) const;
   absl::Status Allocate(Workspace& workspace, int max_rows);
 
   // Enqueues residual += o(attention(normed)) for all rows of a step. `normed` is activations
@@ -46,6 +48,10 @@ class LatentAttentionStage {
   int kv_at() const { return latent_.q_rank; }
   int index_key_at() const { return kv_at() + latent_.entry_dim(); }
   int index_weights_at() const { return index_key_at() + kernels::kIndexDim; }
+  // Returns whether the layer has an indexer.
+  static bool Indexed(const LatentAttentionWeights& weights) {
+    return weights.index_q.matrix.n > 0;
+  }
   // Returns the number of elements in a row of `projected_`.
   int projected_size(const LatentAttentionWeights& weights) const { return weights.input.matrix.n; }
 

@@ -40,7 +40,7 @@ struct LatentConfig {
   std::optional<IndexerConfig> indexer;  // none: rows attend to everything
   ExpertConfig experts;
   int dense_layers = 0;       // first layers that have a dense FFN of intermediate_size, no experts
-  int next_token_layers = 0;  // further layers of a checkpoint, for drafting; they are not read
+  int next_token_layers = 0;  // further layers of a checkpoint, for drafting; see DraftTensors
   bool fp8_weights = false;   // e4m3 with a scale for each 128 x 128 block
 
   int qk_dim() const { return nope_dim + rope_dim; }

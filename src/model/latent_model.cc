@@ -1,10 +1,13 @@
 #include "src/model/latent_model.h"
 
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "src/attention/attention_policy.h"
 #include "src/base/status_macros.h"
 #include "src/model/decoder_model.h"
+#include "src/model/draft_layer.h"
 #include "src/model/expert_stage.h"
 #include "src/model/latent_attention_stage.h"
 #include "src/model/latent_caches.h"
@@ -27,6 +30,7 @@ class LatentModel : public DecoderModel {
       : DecoderModel(options, config, std::move(layout), config.latent->rope_dim,
                      std::move(fingerprint), std::move(source), device),
         latent_(*config_.latent),
+        load_draft_(options.draft_layer != Options::DraftLayer::kNone),
         attention_(config_, options.kv_dtype, ops_),
         experts_(config_, ops_) {}
 
@@ -34,68 +38,136 @@ class LatentModel : public DecoderModel {
     LatentAttention* const attention = policy.latent_attention();
     SLUICE_CHECK(attention != nullptr, policy.name(), " attends to latent caches");
     Begin(stream, in);
-    const RowRange all{0, in.rows, in.decode_rows};
     for (int layer = 0; layer < config_.layers; ++layer) {
-      const Layer& w = layers_[static_cast<size_t>(layer)];
-      kernels_.RmsNorm(stream, NormOf(Residual(all), w.input_norm, normed_.data(), in.rows));
-      attention_.Run(stream, layer, w.attention, in, normed_.data(), CosSin(0), Residual(all),
-                     *attention);
-      kernels_.RmsNorm(stream,
-                       NormOf(Residual(all), w.post_attention_norm, normed_.data(), in.rows));
-      // The choice of experts is made by short kernels that wait for one another. It runs beside
-      // the products of the shared experts, which do not need it.
-      Stream& choice = stream.Branch(AttentionPolicy::kAheadBranch);
-      if (!IsDense(layer)) {
-        choice.After(stream);
-        experts_.Choose(choice, w.experts, in, normed_.data());
-      }
-      if (FfnSize(layer) > 0) RunFfn(stream, w.ffn, normed_.data(), FfnSize(layer), all);
-      if (IsDense(layer)) continue;
-      stream.After(choice);
-      experts_.Run(stream, w.experts, in, normed_.data(), Residual(all));
+      RunLayer(stream, layers_[static_cast<size_t>(layer)], layer, IsDense(layer), in, *attention);
     }
     Logits(stream, in);
     policy.EndStep(stream);
   }
 
+  bool drafts() const override { return draft_.has_value(); }
+
+  void Draft(Stream& stream, const DraftInputs& in, LatentAttention& attention) override {
+    SLUICE_CHECK(draft_.has_value() && in.rows <= max_rows_ && in.logit_count <= max_logits_);
+    const DraftWeights& w = draft_->weights;
+    HiddenInput(stream, in);
+    Embed(stream, in.tokens + 1, in.token_stride, in.token_slots, in.positions, in.rows,
+          hidden_.as<float>());
+    kernels_.RmsNorm(stream, NormOf(hidden_.as<float>(), w.token_norm, normed_.data(), in.rows));
+    ops_.Product(stream, normed_.data(), w.from_token, {}, residual_.as<float>(), in.rows,
+                 in.decode_rows, /*accumulate=*/true);
+    RopeAngles(stream, in.positions, in.rows);
+    StepInputs rows;
+    rows.slots = in.slots;
+    rows.positions = in.positions;
+    rows.rows = in.rows;
+    rows.decode_rows = in.decode_rows;
+    RunLayer(stream, draft_->layer, /*number=*/0, /*dense=*/false, rows, attention);
+    LogitsOf(stream, w.head_norm, w.head, in.logit_rows, in.logit_count, in.logits);
+  }
+
  private:
+  // What drafts, if that was asked for.
+  struct DraftLayer {
+    DraftWeights weights;
+    Layer layer;
+  };
+
+  // Enqueues a layer of the rows' residual. Its caches are those of layer `number` of `attention`.
+  void RunLayer(Stream& stream, const Layer& w, int number, bool dense, const StepInputs& in,
+                LatentAttention& attention) {
+    const RowRange all{0, in.rows, in.decode_rows};
+    kernels_.RmsNorm(stream, NormOf(Residual(all), w.input_norm, normed_.data(), in.rows));
+    attention_.Run(stream, number, w.attention, in, normed_.data(), CosSin(0), Residual(all),
+                   attention);
+    kernels_.RmsNorm(stream, NormOf(Residual(all), w.post_attention_norm, normed_.data(), in.rows));
+    // The choice of experts is made by short kernels that wait for one another. It runs beside
+    // the products of the shared experts, which do not need it.
+    Stream& choice = stream.Branch(AttentionPolicy::kAheadBranch);
+    if (!dense) {
+      choice.After(stream);
+      experts_.Choose(choice, w.experts, in, normed_.data());
+    }
+    const int inner = FfnSize(dense);
+    if (inner > 0) RunFfn(stream, w.ffn, normed_.data(), inner, all);
+    if (dense) return;
+    stream.After(choice);
+    experts_.Run(stream, w.experts, in, normed_.data(), Residual(all));
+  }
+
+  // Enqueues residual = from_hidden(hnorm(hidden state)) for all rows of a draft.
+  void HiddenInput(Stream& stream, const DraftInputs& in) {
+    const DraftWeights& w = draft_->weights;
+    kernels::RmsNormParams norm =
+        NormOf(residual_.as<float>(), w.hidden_norm, normed_.data(), in.rows);
+    if (in.previous == nullptr) {
+      kernels::RmsNormParams last =
+          NormOf(residual_.as<float>(), final_norm(), hidden_.data(), in.rows);
+      last.out_type = DType::kFloat32;
+      kernels_.RmsNorm(stream, last);
+      norm.x = hidden_.as<float>();
+    } else {
+      norm.row_index = in.previous;
+    }
+    kernels_.RmsNorm(stream, norm);
+    ops_.Product(stream, normed_.data(), w.from_hidden, {}, residual_.as<float>(), in.rows,
+                 in.decode_rows, /*accumulate=*/false);
+  }
+
   bool IsDense(int layer) const { return layer < latent_.dense_layers; }
-  // Returns the width of a layer's dense FFN, or of its shared experts; 0 if there are none.
-  int FfnSize(int layer) const {
-    return IsDense(layer) ? config_.intermediate_size : latent_.experts.shared_size();
+  // Returns the width of a dense layer's FFN, or of the shared experts; 0 if there are none.
+  int FfnSize(bool dense) const {
+    return dense ? config_.intermediate_size : latent_.experts.shared_size();
   }
 
   absl::Status LoadLayers(WeightLoader& loader) override {
     for (int i = 0; i < config_.layers; ++i) {
-      const auto norm = [&](const char* suffix) {
-        return loader.Vectors({{LayerTensor(i, suffix), config_.hidden_size}});
-      };
-      Layer layer;
-      SLUICE_ASSIGN_OR_RETURN(layer.input_norm, norm("input_layernorm.weight"));
-      SLUICE_ASSIGN_OR_RETURN(layer.post_attention_norm, norm("post_attention_layernorm.weight"));
-      SLUICE_ASSIGN_OR_RETURN(layer.attention, attention_.Load(loader, i));
-      if (FfnSize(i) > 0) {
-        const std::string prefix = LayerTensor(i, IsDense(i) ? "mlp" : "mlp.shared_experts");
-        SLUICE_ASSIGN_OR_RETURN(layer.ffn, LoadFfn(loader, prefix, FfnSize(i), /*bias=*/false));
-      }
-      if (!IsDense(i)) {
-        SLUICE_ASSIGN_OR_RETURN(layer.experts, experts_.Load(loader, i));
-      }
-      layers_.push_back(std::move(layer));
+      SLUICE_ASSIGN_OR_RETURN(layers_.emplace_back(), LoadLayer(loader, i, /*indexer=*/true));
     }
+    if (!load_draft_) return absl::OkStatus();
+    draft_.emplace();
+    SLUICE_ASSIGN_OR_RETURN(draft_->weights, LoadDraftWeights(loader, config_));
+    SLUICE_ASSIGN_OR_RETURN(draft_->layer, LoadLayer(loader, config_.layers, /*indexer=*/false));
     return absl::OkStatus();
+  }
+
+  absl::StatusOr<Layer> LoadLayer(WeightLoader& loader, int i, bool indexer) {
+    const auto norm = [&](const char* suffix) {
+      return loader.Vectors({{LayerTensor(i, suffix), config_.hidden_size}});
+    };
+    Layer layer;
+    SLUICE_ASSIGN_OR_RETURN(layer.input_norm, norm("input_layernorm.weight"));
+    SLUICE_ASSIGN_OR_RETURN(layer.post_attention_norm, norm("post_attention_layernorm.weight"));
+    SLUICE_ASSIGN_OR_RETURN(layer.attention, attention_.Load(loader, i, indexer));
+    const int inner = FfnSize(IsDense(i));
+    if (inner > 0) {
+      const std::string prefix = LayerTensor(i, IsDense(i) ? "mlp" : "mlp.shared_experts");
+      SLUICE_ASSIGN_OR_RETURN(layer.ffn, LoadFfn(loader, prefix, inner, /*bias=*/false));
+    }
+    if (!IsDense(i)) {
+      SLUICE_ASSIGN_OR_RETURN(layer.experts, experts_.Load(loader, i));
+    }
+    return layer;
   }
 
   absl::Status AllocateLayers(Workspace& workspace) override {
     SLUICE_RETURN_IF_ERROR(attention_.Allocate(workspace, max_rows_));
-    if (latent_.dense_layers == config_.layers) return absl::OkStatus();
+    if (draft_.has_value()) {
+      SLUICE_RETURN_IF_ERROR(workspace.Allocate(
+          &hidden_, max_rows_, int64_t{config_.hidden_size} * 4, "hidden states to draft from"));
+    } else if (latent_.dense_layers == config_.layers) {
+      return absl::OkStatus();
+    }
     return experts_.Allocate(workspace, max_rows_);
   }
 
   const LatentConfig& latent_;
+  const bool load_draft_;
   LatentAttentionStage attention_;
   ExpertStage experts_;
   std::vector<Layer> layers_;
+  std::optional<DraftLayer> draft_;  // with load_draft_
+  Buffer hidden_;                    // float32 [rows][hidden], to draft from
 };
 
 }  // namespace

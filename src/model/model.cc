@@ -5,6 +5,7 @@
 #include "src/model/fingerprint.h"
 #include "src/model/latent_caches.h"
 #include "src/model/latent_model.h"
+#include "src/model/tensor_list.h"
 #include "src/model/weight_source.h"
 
 namespace sluice {
@@ -27,6 +28,36 @@ absl::Status CheckKeysAndValues(const ModelConfig& config, const std::string& pr
                    config.name, " (", config.architecture, ") has latent caches"));
 }
 
+namespace {
+
+// Returns whether the draft layer is to be loaded.
+absl::StatusOr<bool> LoadsDraftLayer(Model::Options::DraftLayer wanted, const ModelConfig& config,
+                                     const WeightSource& source) {
+  using DraftLayer = Model::Options::DraftLayer;
+  if (wanted == DraftLayer::kNone) return false;
+  absl::Status status;
+  if (!HasDraftLayer(config)) {
+    status = absl::InvalidArgumentError(absl::StrCat(
+        "speculation: mtp needs a model with a next-token layer (num_nextn_predict_layers of "
+        "config.json), and ",
+        config.name, " (", config.architecture, ") has none: set it to ngram or none"));
+  } else if (status = source.CheckTensors(DraftTensors(config)); !status.ok()) {
+    status = absl::InvalidArgumentError(
+        absl::StrCat("speculation: mtp needs the tensors of the next-token layer, ",
+                     LayerTensor(config.layers, "*"), ": ", status.message(),
+                     "; add them to the checkpoint, or set speculation to ngram or none"));
+  }
+  if (status.ok()) return true;
+  if (wanted == DraftLayer::kIfThere) return false;
+  return status;
+}
+
+}  // namespace
+
+void Model::Draft(Stream&, const DraftInputs&, LatentAttention&) {
+  SLUICE_CHECK(drafts(), "the model has no draft layer");
+}
+
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Device* device) {
   SLUICE_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(options.directory));
   if (options.max_context > config.max_position_embeddings) {
@@ -45,8 +76,11 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Devic
   }
   SLUICE_RETURN_IF_ERROR(source->CheckNoLeftovers());
   SLUICE_ASSIGN_OR_RETURN(std::string fingerprint, Fingerprint(config, *source));
+  SLUICE_ASSIGN_OR_RETURN(const bool drafts, LoadsDraftLayer(options.draft_layer, config, *source));
+  Options resolved = options;
+  resolved.draft_layer = drafts ? Options::DraftLayer::kRequired : Options::DraftLayer::kNone;
   return (config.latent.has_value() ? NewLatentModel : NewDenseModel)(
-      options, config, std::move(fingerprint), std::move(source), device);
+      resolved, config, std::move(fingerprint), std::move(source), device);
 }
 
 }  // namespace sluice

@@ -16,6 +16,7 @@
 namespace sluice {
 
 class AttentionPolicy;
+class LatentAttention;
 class WeightSource;
 
 // One step's rows, as the device sees them. A row is one token: tokens[slot * token_stride +
@@ -32,6 +33,28 @@ struct StepInputs {
   int32_t rows = 0;
   int32_t decode_rows = 0;              // the first of the rows; see kernels/params.h
   const int32_t* logit_rows = nullptr;  // [logit_count] rows whose logits are wanted; -1: padded
+  int32_t logit_count = 0;
+  float* logits = nullptr;  // [logit_count][vocab]
+};
+
+// The rows of a draft layer (multi-token prediction: DeepSeek-V3, arXiv 2412.19437, section 2.2).
+// The row at position p of a sequence has the token behind it, tokens[slot * token_stride + p + 1],
+// and a hidden state of its sequence at p; what it drafts is the token at p + 2.
+struct DraftInputs {
+  const int32_t* tokens = nullptr;  // [slots][token_stride]
+  int64_t token_stride = 0;
+  const int32_t* slots = nullptr;  // [rows]; -1: padded
+  // [rows] The same, but -1 at position 0: that row counts no token, as in vLLM, whose drafts these
+  // are to be.
+  const int32_t* token_slots = nullptr;
+  const int32_t* positions = nullptr;  // [rows]
+  int32_t rows = 0;
+  int32_t decode_rows = 0;  // as in StepInputs
+  // Null: the rows are those of the newest Forward, whose hidden states are the model's after its
+  // last norm. Otherwise row r goes on from row previous[r] of the newest Draft, with what its
+  // layer gave before the norm of its head; -1: padded. (vLLM passes on the same.)
+  const int32_t* previous = nullptr;    // [rows]
+  const int32_t* logit_rows = nullptr;  // [logit_count]; -1: padded
   int32_t logit_count = 0;
   float* logits = nullptr;  // [logit_count][vocab]
 };
@@ -59,6 +82,9 @@ class Model {
     int max_logits = 32;  // maximum logit rows in a step
     // False: no policy that looks ahead will run, and its state takes no memory.
     bool look_ahead = true;
+    // Whether the checkpoint's layer that drafts is loaded (tensor_list.h: DraftTensors): never, if
+    // the checkpoint has it, or always, so that it is an error if it lacks.
+    enum class DraftLayer { kNone, kIfThere, kRequired } draft_layer = DraftLayer::kNone;
   };
   // Loads a model. Errors name the file, tensor or key, what was expected and what was found.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const Options& options, Device* device);
@@ -78,6 +104,14 @@ class Model {
   // Enqueues a step. REQUIRES: rows <= max_rows(), logit_count <= max_logits(), and
   // CheckAttends(policy, cache_layout()) is OK.
   virtual void Forward(Stream& stream, const StepInputs& inputs, AttentionPolicy& policy) = 0;
+
+  // Returns whether the model has a draft layer, so that Draft may be called.
+  virtual bool drafts() const { return false; }
+  // Enqueues a pass of the draft layer, behind the Forward or Draft whose hidden states it takes
+  // and with no other between them. It writes and reads caches of its own, layer 0 of `attention`;
+  // the policy's stay as they are. REQUIRES: drafts(), rows <= max_rows(), logit_count <=
+  // max_logits().
+  virtual void Draft(Stream& stream, const DraftInputs& inputs, LatentAttention& attention);
 };
 
 }  // namespace sluice

@@ -31,8 +31,10 @@ void AppendLayer(const ModelConfig& c, int layer, std::vector<TensorSpec>* out) 
   }
 }
 
-// Adds the tensors of a layer of the DeepSeek-V3 family.
-void AppendLatentLayer(const ModelConfig& c, int layer, std::vector<TensorSpec>* out) {
+// Adds the tensors of a layer of the DeepSeek-V3 family, those of its indexer only if they are
+// asked for and the model has one.
+void AppendLatentLayer(const ModelConfig& c, int layer, bool indexer,
+                       std::vector<TensorSpec>* out) {
   const LatentConfig& l = *c.latent;
   const int64_t hidden = c.hidden_size, heads = c.heads;
   const auto vector = [&](const char* name, int64_t n) {
@@ -62,7 +64,7 @@ void AppendLatentLayer(const ModelConfig& c, int layer, std::vector<TensorSpec>*
   vector("self_attn.kv_a_layernorm.weight", l.rank);
   matrix("self_attn.kv_b_proj", heads * (l.nope_dim + l.v_dim), l.rank);
   matrix("self_attn.o_proj", hidden, heads * l.v_dim);
-  if (l.indexer.has_value()) {
+  if (indexer && l.indexer.has_value()) {
     matrix("self_attn.indexer.wq_b", int64_t{l.indexer->heads} * kernels::kIndexDim, l.q_rank);
     matrix("self_attn.indexer.wk", kernels::kIndexDim, hidden);
     vector("self_attn.indexer.k_norm.weight", kernels::kIndexDim);
@@ -96,12 +98,33 @@ std::vector<TensorSpec> ExpectedTensors(const ModelConfig& config) {
     out.push_back({kHeadTensor, {config.vocab_size, config.hidden_size}});
   }
   for (int layer = 0; layer < config.layers; ++layer) {
-    config.latent.has_value() ? AppendLatentLayer(config, layer, &out)
+    config.latent.has_value() ? AppendLatentLayer(config, layer, /*indexer=*/true, &out)
                               : AppendLayer(config, layer, &out);
   }
   std::sort(out.begin(), out.end(),
             [](const TensorSpec& a, const TensorSpec& b) { return a.name < b.name; });
   return out;
+}
+
+std::vector<TensorSpec> DraftTensors(const ModelConfig& config) {
+  std::vector<TensorSpec> out;
+  if (!HasDraftLayer(config)) return out;
+  const int layer = config.layers;
+  const int64_t hidden = config.hidden_size, vocab = config.vocab_size;
+  AppendLatentLayer(config, layer, /*indexer=*/false, &out);
+  // Published checkpoints have no e4m3 here.
+  out.push_back({LayerTensor(layer, kDraftTokenNorm), {hidden}});
+  out.push_back({LayerTensor(layer, kDraftHiddenNorm), {hidden}});
+  out.push_back({LayerTensor(layer, kDraftProjection), {hidden, 2 * hidden}});
+  out.push_back({LayerTensor(layer, kDraftHeadNorm), {hidden}});
+  out.push_back({LayerTensor(layer, kDraftHead), {vocab, hidden}});
+  std::sort(out.begin(), out.end(),
+            [](const TensorSpec& a, const TensorSpec& b) { return a.name < b.name; });
+  return out;
+}
+
+bool HasDraftLayer(const ModelConfig& config) {
+  return config.latent.has_value() && config.latent->next_token_layers > 0;
 }
 
 std::string ScalesTensor(const std::string& matrix) { return matrix + "_scale_inv"; }

@@ -99,9 +99,9 @@ class CheckpointSource : public WeightSource {
     }
   }
 
-  absl::Status CheckComplete() const {
+  absl::Status CheckTensors(absl::Span<const TensorSpec> tensors) const override {
     std::vector<std::string> faults;
-    for (const TensorSpec& spec : ExpectedTensors(config_)) {
+    for (const TensorSpec& spec : tensors) {
       const auto found = Find(spec.name, spec.shape, spec.form);
       if (!found.ok()) faults.emplace_back(found.status().message());
     }
@@ -238,9 +238,8 @@ class CheckpointSource : public WeightSource {
 class DummySource : public WeightSource {
  public:
   explicit DummySource(const ModelConfig& config) : config_(config) {
-    for (TensorSpec& spec : ExpectedTensors(config)) {
-      const std::string name = spec.name;
-      tensors_.emplace(name, std::move(spec));
+    for (const auto& list : {ExpectedTensors(config), DraftTensors(config)}) {
+      for (const TensorSpec& spec : list) tensors_.emplace(spec.name, spec);
     }
   }
 
@@ -357,7 +356,7 @@ absl::StatusOr<std::unique_ptr<WeightSource>> OpenCheckpoint(const std::string& 
                                                              const ModelConfig& config) {
   SLUICE_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(dir));
   auto source = std::make_unique<CheckpointSource>(dir, config, std::move(checkpoint));
-  SLUICE_RETURN_IF_ERROR(source->CheckComplete());
+  SLUICE_RETURN_IF_ERROR(source->CheckTensors(ExpectedTensors(config)));
   return source;
 }
 

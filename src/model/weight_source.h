@@ -12,6 +12,7 @@
 #include "absl/types/span.h"
 #include "kernels/weight_formula.h"
 #include "src/model/model_config.h"
+#include "src/model/tensor_list.h"
 
 namespace sluice {
 
@@ -99,6 +100,12 @@ class WeightSource {
   // Gives up a view whose elements were copied elsewhere. Mapped pages leave this process, and
   // owned storage is freed.
   virtual void Release(MatrixView view) = 0;
+  // Returns INVALID_ARGUMENT, which says what is wrong with up to eight of `tensors`, unless all of
+  // them are there in their shape and form.
+  virtual absl::Status CheckTensors(absl::Span<const TensorSpec> tensors) const {
+    (void)tensors;  // a formula makes any tensor
+    return absl::OkStatus();
+  }
   // Returns INVALID_ARGUMENT, which names tensors that are there although the config does not imply
   // them, except those of IsIgnorableTensor.
   virtual absl::Status CheckNoLeftovers() = 0;

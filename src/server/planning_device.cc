@@ -110,6 +110,8 @@ class NoKernels : public KernelSet {
   void Route(Stream&, const kernels::RouteParams&) override {}
   void ExpertLinear(Stream&, const kernels::ExpertLinearParams&) override {}
   void Combine(Stream&, const kernels::CombineParams&) override {}
+  void SettleDrafts(Stream&, const kernels::SettleDraftsParams&) override {}
+  void NewestLists(Stream&, const kernels::NewestListsParams&) override {}
   int32_t MaxRecallPlaces() const override { return real_->MaxRecallPlaces(); }
   int32_t MaxBringPlaces() const override { return real_->MaxBringPlaces(); }
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,

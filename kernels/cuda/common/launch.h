@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/bring_params.h"
+#include "kernels/draft_params.h"
 #include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
@@ -107,6 +108,9 @@ cudaError_t LaunchTakeBackResidency(const TakeBackResidencyParams& params, cudaS
 cudaError_t LaunchRoute(const RouteParams& params, cudaStream_t stream);
 cudaError_t LaunchExpertLinear(const ExpertLinearParams& params, cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream);
+// Speculation on the device (kernels/draft_params.h).
+cudaError_t LaunchSettleDrafts(const SettleDraftsParams& params, cudaStream_t stream);
+cudaError_t LaunchNewestLists(const NewestListsParams& params, cudaStream_t stream);
 // Returns the bytes of SparseMlaParams::scratch with which rows of up to `capacity` entries are
 // spread evenly over the device. With less, the bits are the same, but few rows are slower. Lists
 // of more than 512 packed entries need at least the scratch of one row.

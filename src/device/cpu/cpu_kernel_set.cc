@@ -248,6 +248,12 @@ class CpuKernelSet : public KernelSet {
   void Combine(Stream& s, const kernels::CombineParams& p) override {
     Launch(s, "combine", table_.combine, p, int64_t{p.rows} * p.k * p.dim);
   }
+  void SettleDrafts(Stream& s, const kernels::SettleDraftsParams& p) override {
+    Launch(s, "settle_drafts", table_.settle_drafts, p, 0);  // one worker does it all
+  }
+  void NewestLists(Stream& s, const kernels::NewestListsParams& p) override {
+    Launch(s, "newest_lists", table_.newest_lists, p, int64_t{p.rows} * p.lists.capacity);
+  }
 
  private:
   template <typename Params>

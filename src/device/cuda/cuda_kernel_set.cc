@@ -227,6 +227,12 @@ class CudaKernelSet : public KernelSet {
   void Combine(Stream& s, const kernels::CombineParams& p) override {
     Launch(s, cuda::LaunchCombine, p, "a sum over experts");
   }
+  void SettleDrafts(Stream& s, const kernels::SettleDraftsParams& p) override {
+    Launch(s, cuda::LaunchSettleDrafts, p, "the settling of drafts");
+  }
+  void NewestLists(Stream& s, const kernels::NewestListsParams& p) override {
+    Launch(s, cuda::LaunchNewestLists, p, "lists of the newest tokens");
+  }
 
  private:
   template <typename Params>

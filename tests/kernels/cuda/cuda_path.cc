@@ -101,7 +101,9 @@ constexpr KernelTable kTable = {"cuda",
                                 &Run<RouteParams, cuda::LaunchRoute>,
                                 &NoSecondPhase<RouteParams>,
                                 &Run<ExpertLinearParams, cuda::LaunchExpertLinear>,
-                                &Run<CombineParams, cuda::LaunchCombine>};
+                                &Run<CombineParams, cuda::LaunchCombine>,
+                                &Run<SettleDraftsParams, cuda::LaunchSettleDrafts>,
+                                &Run<NewestListsParams, cuda::LaunchNewestLists>};
 
 }  // namespace
 

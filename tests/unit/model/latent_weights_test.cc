@@ -1,5 +1,5 @@
 // Tests of the weights of models with latent attention: e4m3 with scales, experts, and layers that
-// are not read.
+// draft.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <functional>
@@ -12,9 +12,12 @@
 #include "src/base/sha256.h"
 #include "src/model/checkpoint.h"
 #include "src/model/fingerprint.h"
+#include "src/model/model.h"
 #include "src/model/tensor_list.h"
 #include "src/model/weight_source.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/device.h"
+#include "tests/support/or_fail.h"
 
 namespace sluice {
 namespace {
@@ -186,6 +189,54 @@ TEST_CASE("layers that draft are passed over, others past the last are not") {
   CHECK_FALSE(leftovers().ok());
   config.latent->next_token_layers = 1;
   CHECK(leftovers().ok());
+}
+
+TEST_CASE("a next-token layer is loaded where it is asked for, and what it lacks is named") {
+  using DraftLayer = Model::Options::DraftLayer;
+  const auto device = OrFail(testing::TestDevice("portable"));
+  const auto load = [&](const std::string& dir, DraftLayer layer) {
+    Model::Options options;
+    options.directory = dir;
+    options.max_rows = options.max_logits = 4;
+    options.draft_layer = layer;
+    return Model::Load(options, device.get());
+  };
+  for (const std::string& name : fixtures::TinyDraftModels()) {
+    const std::string& dir = fixtures::ModelDir(name);
+    const auto without = OrFail(load(dir, DraftLayer::kNone));
+    const auto with = OrFail(load(dir, DraftLayer::kRequired));
+    CHECK_FALSE(without->drafts());
+    CHECK(with->drafts());
+    CHECK(OrFail(load(dir, DraftLayer::kIfThere))->drafts());
+    // Nodes with and without it exchange caches, and the fingerprint has their layout.
+    CHECK(with->fingerprint() == without->fingerprint());
+    CHECK(with->weight_bytes() > without->weight_bytes() * 5 / 4);
+  }
+  const auto plain = load(fixtures::ModelDir(kBFloat16Model), DraftLayer::kRequired);
+  CHECK(absl::IsInvalidArgument(plain.status()));
+  for (const char* word : {"speculation: mtp needs", "num_nextn_predict_layers", "ngram or none"}) {
+    CHECK(absl::StrContains(plain.status().message(), word));
+  }
+  CHECK_FALSE(OrFail(load(fixtures::ModelDir(kBFloat16Model), DraftLayer::kIfThere))->drafts());
+  CHECK_FALSE(OrFail(load(fixtures::ModelDir("tiny-qwen3"), DraftLayer::kIfThere))->drafts());
+
+  // A checkpoint without the layer, whose config.json says that there is one.
+  const fixtures::TempDir stripped;
+  auto tensors = Tensors("tiny-deepseek-mtp-fp8");
+  const std::string lost = "model.layers.3.mlp.experts.2.up_proj.weight_scale_inv";
+  CHECK(std::erase_if(tensors, [&](const RawTensor& t) { return t.name == lost; }) == 1);
+  REQUIRE(fixtures::WriteSafetensors(stripped.File("model.safetensors"), tensors).ok());
+  const std::string config = fixtures::SourceDir("tiny-deepseek-mtp-fp8") + "/config.json";
+  REQUIRE(
+      fixtures::WriteFile(stripped.File("config.json"), fixtures::ReadFile(config).value()).ok());
+  const auto refused = load(stripped.path(), DraftLayer::kRequired);
+  CHECK(absl::IsInvalidArgument(refused.status()));
+  for (const std::string& word :
+       {std::string("speculation: mtp needs the tensors"), lost, std::string("is missing")}) {
+    CHECK(absl::StrContains(refused.status().message(), word));
+  }
+  CHECK_FALSE(OrFail(load(stripped.path(), DraftLayer::kIfThere))->drafts());
+  CHECK(load(stripped.path(), DraftLayer::kNone).ok());
 }
 
 TEST_CASE("fp8 dummies are e4m3 of one scale, the same by any door") {
