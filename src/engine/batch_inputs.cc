@@ -19,6 +19,7 @@ BatchState::Inputs BatchState::InputsAt(const Buffer& buffer, const Shape& shape
   in.token_places = in.tokens + shape.rows;
   in.token_count = in.token_places + shape.rows;
   in.stores = in.token_count + 1;
+  in.token_slots = in.stores + shape.samples;
   return in;
 }
 
@@ -55,6 +56,9 @@ void BatchState::FillDraftInputs(int buffer, const StepPlan& plan, const Shape& 
   const Inputs host = InputsAt(host_inputs_[static_cast<size_t>(buffer)], shape);
   std::fill_n(host.token_places, shape.rows, -1);
   std::fill_n(host.tokens, shape.rows, -1);
+  for (int32_t row = 0; row < shape.rows; ++row) {
+    host.token_slots[row] = host.positions[row] > 0 ? host.slots[row] : -1;
+  }
   for (size_t row = 0; row < tokens.size(); ++row) {
     if (tokens[row] < 0) continue;
     host.tokens[row] = tokens[row];

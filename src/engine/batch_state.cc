@@ -29,6 +29,12 @@ absl::StatusOr<std::unique_ptr<BatchState>> BatchState::Create(const Options& op
   }
   std::unique_ptr<BatchState> state(new BatchState(options, device, model));
   SLUICE_RETURN_IF_ERROR(state->AllocateAll());
+  if (options.device_drafts && options.draft_tokens > 0) {
+    SLUICE_ASSIGN_OR_RETURN(state->device_drafts_,
+                            DeviceDrafts::Create({options.slots, options.max_context,
+                                                  options.draft_tokens, state->max_samples_},
+                                                 device, model));
+  }
   return state;
 }
 
@@ -37,6 +43,7 @@ BatchState::BatchState(const Options& options, Device* device, const Model& mode
       slots_(options.slots),
       max_context_(options.max_context),
       draft_tokens_(options.draft_tokens),
+      has_device_drafts_(options.device_drafts && options.draft_tokens > 0),
       vocab_(model.config().vocab_size),
       max_rows_(model.max_rows()),
       max_samples_(options.slots * (1 + options.draft_tokens)) {
@@ -89,6 +96,7 @@ BatchState::Results BatchState::ResultsAt(const Buffer& buffer) const {
   r.logprobs = buffer.as<float>() + max_samples_;
   r.top_ids = buffer.as<int32_t>() + 2 * int64_t{max_samples_};
   r.top_logprobs = buffer.as<float>() + int64_t{max_samples_} * (2 + kMaxTopLogprobs);
+  r.drafts = buffer.as<int32_t>() + int64_t{max_samples_} * (2 + 2 * kMaxTopLogprobs);
   return r;
 }
 
@@ -125,6 +133,10 @@ void BatchState::Join(Stream& stream, int slot, absl::Span<const int32_t> tokens
   stream.Record(joined(slot));
 }
 
+void BatchState::BeginDrafts(Stream& stream, int slot, int64_t first) {
+  if (device_drafts_ != nullptr) device_drafts_->Begin(stream, slot, static_cast<int32_t>(first));
+}
+
 void BatchState::Begin(Stream& stream, int buffer) {
   Marks& marks = marks_[static_cast<size_t>(buffer)];
   marks.timed = true;
@@ -150,8 +162,11 @@ absl::Status BatchState::RecordPrograms(Stream& stream, Model& model, AttentionP
     StepProgram program;
     program.shape = shape;
     SLUICE_ASSIGN_OR_RETURN(program.forward, RecordForward(stream, shape, model, policy));
-    SLUICE_ASSIGN_OR_RETURN(
-        program.sample, device_->Record(stream, [this, shape](Stream& s) { Sample(s, shape); }));
+    SLUICE_ASSIGN_OR_RETURN(program.sample,
+                            device_->Record(stream, [this, shape, &model](Stream& s) {
+                              Sample(s, shape);
+                              Draft(s, shape, model);
+                            }));
     programs_.push_back(std::move(program));
   }
   return absl::OkStatus();
@@ -233,6 +248,30 @@ void BatchState::Sample(Stream& stream, const Shape& shape) const {
   device_->kernels().Sample(stream, choose);
 }
 
+void BatchState::Draft(Stream& stream, const Shape& shape, Model& model) const {
+  if (device_drafts_ == nullptr) return;
+  const Inputs in = InputsAt(inputs_, shape);
+  const Results results = ResultsAt(results_);
+  DeviceDrafts::Step step;
+  step.tokens = device_tables_.tokens.as<int32_t>();
+  step.rows.tokens = step.tokens;
+  step.rows.token_stride = max_context_;
+  step.rows.slots = in.slots;
+  step.rows.token_slots = in.token_slots;
+  step.rows.positions = in.positions;
+  step.rows.rows = shape.rows;
+  step.rows.decode_rows = shape.decode_rows;
+  step.sample_slots = in.sample_slots;
+  step.sample_positions = in.sample_positions;
+  step.sample_rows = in.logit_rows;
+  step.chosen = results.tokens;
+  step.samples = shape.samples;
+  step.logits = logits_.as<float>();
+  step.scratch = sample_scratch_.data();
+  step.out = results.drafts;
+  device_drafts_->Enqueue(stream, step, model);
+}
+
 void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
                         AttentionPolicy& policy, absl::Span<const int32_t> tokens) {
   SLUICE_CHECK(plan.row_count <= max_rows_ && plan.sample_count <= max_samples_ &&
@@ -275,6 +314,9 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
       Sample(stream, shape);
     }
   }
+  // Rows of a prompt that choose nothing have entries in the draft layer's caches too.
+  if (program == nullptr || plan.sample_count == 0) Draft(stream, shape, model);
+  draft_stride_[b] = shape.samples;
   if (timed) stream.Record(*marks.sampled);
   if (plan.sample_count > 0) {
     stream.Copy(host_results_[b].data(), results_.data(), static_cast<size_t>(result_bytes()));
@@ -293,6 +335,12 @@ OutputToken BatchState::Result(int buffer, int index, std::optional<uint32_t> lo
     token.top_logprobs.emplace_back(results.top_ids[i], results.top_logprobs[i]);
   }
   return token;
+}
+
+int32_t BatchState::DraftAfter(int buffer, int index, int draft) const {
+  SLUICE_CHECK(device_drafts_ != nullptr && draft < draft_tokens_);
+  const auto b = static_cast<size_t>(buffer);
+  return ResultsAt(host_results_[b]).drafts[int64_t{draft} * draft_stride_[b] + index];
 }
 
 }  // namespace sluice

@@ -23,6 +23,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "src/device/device.h"
+#include "src/engine/device_drafts.h"
 #include "src/model/model.h"
 #include "src/request/token.h"
 #include "src/sampling/sampling_params.h"
@@ -39,6 +40,8 @@ class BatchState {
     int slots = 0;
     int max_context = 0;
     int draft_tokens = 0;  // maximum drafts of a sequence in a step
+    // Whether the model's draft layer makes them, behind the sampling of every step.
+    bool device_drafts = false;
   };
   static absl::StatusOr<std::unique_ptr<BatchState>> Create(const Options& options, Device* device,
                                                             const Model& model);
@@ -55,6 +58,10 @@ class BatchState {
             const SamplingParams& params, uint64_t seed, int32_t prompt_length,
             absl::Span<const int32_t> stop_ids);
 
+  // Makes the draft layer's caches of `slot` begin with the row at `first`, if there is one. Call
+  // it before Join, under the same conditions.
+  void BeginDrafts(Stream& stream, int slot, int64_t first);
+
   // Returns an event that is ready when what Join enqueued for the slot is done. Until then the
   // slot must not be joined again.
   Event& joined(int slot) { return *joined_[static_cast<size_t>(slot)]; }
@@ -63,12 +70,12 @@ class BatchState {
   // step is enqueued, Grow included. A step without it is not timed.
   void Begin(Stream& stream, int buffer);
 
-  // Enqueues a step: what the policy has for the device, the rows, the forward pass, sampling and
-  // the copy of the results. `buffer` < kDepth is free again once event(buffer) is ready and its
-  // results were read.
-  // `tokens` are the tokens of the plan's rows, as far as the host knows them; -1: the device has
-  // it. Empty: the device has all of them. REQUIRES: it is empty if draft_tokens is 0, and has all
-  // drafts, and the token after a step of its sequence with drafts, which that step did not store.
+  // Enqueues a step: what the policy has for the device, the rows, the forward pass, sampling, the
+  // draft layer, if there is one, and the copy of the results. `buffer` < kDepth is free again once
+  // event(buffer) is ready and its results were read. `tokens` are the tokens of the plan's rows,
+  // as far as the host knows them; -1: the device has it. Empty: the device has all of them.
+  // REQUIRES: it is empty if draft_tokens is 0, and has all drafts, and the token after a step of
+  // its sequence with drafts, which that step did not store.
   void Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
               AttentionPolicy& policy, absl::Span<const int32_t> tokens = {});
   Event& event(int buffer) { return *marks_[static_cast<size_t>(buffer)].end; }
@@ -77,7 +84,7 @@ class BatchState {
   struct Times {
     absl::Duration copy;     // tables and rows in, results out
     absl::Duration compute;  // the model
-    absl::Duration sample;
+    absl::Duration sample;   // with the draft layer, if there is one
   };
   Times TimesOf(int buffer) const;
 
@@ -86,6 +93,13 @@ class BatchState {
   // wanted; absent: none. REQUIRES: event(buffer) is ready.
   OutputToken Result(int buffer, int index, std::optional<uint32_t> logprobs) const;
 
+  // Returns whether the device makes drafts.
+  bool has_device_drafts() const { return device_drafts_ != nullptr; }
+  // Returns draft number `draft` behind the plan's sample number `index`, which is the last one of
+  // its sequence that was accepted: a token, kernels::kNoDraft, or -1 if the draft layer's logits
+  // were not finite. REQUIRES: has_device_drafts() and what Result requires.
+  int32_t DraftAfter(int buffer, int index, int draft) const;
+
  private:
   // The size of a step on the device, including padded rows.
   struct Shape {
@@ -93,7 +107,8 @@ class BatchState {
     int32_t decode_rows = 0;
     int32_t samples = 0;
   };
-  // A recorded step of decode rows. It has two parts, so that the time of each is known.
+  // A recorded step of decode rows. It has two parts, so that the time of each is known. The second
+  // one has the drafts of the device too.
   struct StepProgram {
     Shape shape;
     std::unique_ptr<Program> forward, sample;
@@ -120,6 +135,8 @@ class BatchState {
   void PutTokens(Stream& stream, const Shape& shape) const;
   void Forward(Stream& stream, const Shape& shape, Model& model, AttentionPolicy& policy) const;
   void Sample(Stream& stream, const Shape& shape) const;
+  // Enqueues the drafts of the device, if it makes any.
+  void Draft(Stream& stream, const Shape& shape, Model& model) const;
   absl::Status Allocate(Buffer* buffer, MemoryKind kind, int64_t bytes, const char* what);
   absl::Status AllocateAll();
 
@@ -132,11 +149,12 @@ class BatchState {
     // counted over all slots; -1: it is there. `stores` is that of SampleParams.
     int32_t *tokens, *token_places, *token_count;  // [rows], [rows], [1]
     int32_t* stores;                               // [samples]
+    int32_t* token_slots;                          // [rows], DraftInputs::token_slots
   };
   static Inputs InputsAt(const Buffer& buffer, const Shape& shape);
   int64_t InputBytes(const Shape& shape) const {
     const int64_t plain = 3 * int64_t{shape.rows} + 3 * int64_t{shape.samples};
-    const int64_t drafts = 2 * int64_t{shape.rows} + 1 + int64_t{shape.samples};
+    const int64_t drafts = 3 * int64_t{shape.rows} + 1 + int64_t{shape.samples};
     return (plain + (draft_tokens_ > 0 ? drafts : 0)) * 4;
   }
   // Step results, one after the other in one buffer.
@@ -145,10 +163,12 @@ class BatchState {
     float* logprobs;      // [max_samples]
     int32_t* top_ids;     // [max_samples][kMaxTopLogprobs]
     float* top_logprobs;  // [max_samples][kMaxTopLogprobs]
+    int32_t* drafts;      // [draft_tokens][samples of the step], where the device drafts
   };
   Results ResultsAt(const Buffer& buffer) const;
   int64_t result_bytes() const {
-    return int64_t{max_samples_} * (2 + 2 * kernels::kMaxTopLogprobs) * 4;
+    const int64_t drafts = has_device_drafts_ ? draft_tokens_ : 0;
+    return int64_t{max_samples_} * (2 + 2 * kernels::kMaxTopLogprobs + drafts) * 4;
   }
 
   // The tables that Join uploads, by slot. The host's copy of a slot is rewritten only after every
@@ -165,6 +185,7 @@ class BatchState {
   const int slots_;
   const int max_context_;
   const int draft_tokens_;
+  const bool has_device_drafts_;
   const int vocab_;
   const int max_rows_;
   const int max_samples_;
@@ -181,8 +202,10 @@ class BatchState {
     bool timed = false;  // whether Begin was called
   };
   std::array<Marks, kDepth> marks_;
-  std::vector<StepProgram> programs_;           // by rows, ascending
-  std::vector<std::unique_ptr<Event>> joined_;  // by slot
+  std::unique_ptr<DeviceDrafts> device_drafts_;  // null: the device makes none
+  std::array<int32_t, kDepth> draft_stride_{};   // samples of the step in each buffer
+  std::vector<StepProgram> programs_;            // by rows, ascending
+  std::vector<std::unique_ptr<Event>> joined_;   // by slot
 };
 
 }  // namespace sluice

@@ -7,8 +7,8 @@
 // gives.
 //
 // The engine asks for drafts when it has read every token of the sequence, and hands them to the
-// step as values. A drafter that makes its drafts on the device fits: what it enqueues behind the
-// sampling of a step comes back with the step's results, and Propose returns it.
+// step as values. A drafter may make its drafts on the device (device_drafts.h): they come back
+// with the results of a step, Learn is told of them, and Propose returns them.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +28,13 @@ class SequenceDrafter {
   // others behind them. It may leave a part of them to the next call, and then it has no drafts.
   virtual void Follow(absl::Span<const int32_t> tokens) = 0;
 
+  // Learns what the device drafted to follow `tokens`, which are all of the sequence's; none if it
+  // could not. Called only if the drafter is on the device, once for each step that gave tokens.
+  virtual void Learn(absl::Span<const int32_t> tokens, absl::Span<const int32_t> drafts) {
+    (void)tokens;
+    (void)drafts;
+  }
+
   // Returns whether drafts are worth a wait for the token that a step under way is choosing: what
   // is known makes them likely.
   virtual bool Expects() const = 0;
@@ -44,6 +51,9 @@ class Drafter {
 
   // Returns the name that the setting `speculation` has for it.
   virtual const char* name() const = 0;
+
+  // Returns whether its drafts are those of the model's draft layer, made on the device.
+  virtual bool on_device() const { return false; }
 
   // Returns a drafter for a sequence of at most `total` tokens, its output included.
   virtual std::unique_ptr<SequenceDrafter> Begin(int64_t total) = 0;

@@ -35,6 +35,7 @@ EngineImpl::EngineImpl(const Options& options, const Parts& parts,
   plan_.rows.reserve(options.max_sequences);
   if (parts_.drafter != nullptr) {
     row_tokens_.reserve(static_cast<size_t>(parts_.model->max_rows()));
+    learnt_.reserve(options_.draft_tokens);
     parts_.metrics->SetDraftTokens(static_cast<int>(options_.draft_tokens));
   }
   running_.reserve(options.max_sequences);
@@ -280,10 +281,13 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const Options& options, c
   SLUICE_RETURN_IF_ERROR(CheckAttends(*parts.policy, parts.model->cache_layout()));
   const int drafts = parts.drafter == nullptr ? 0 : static_cast<int>(options.draft_tokens);
   if (drafts > 0) SLUICE_RETURN_IF_ERROR(CheckVerifies(*parts.policy, drafts));
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<BatchState> batch,
-                          BatchState::Create({static_cast<int>(options.max_sequences),
-                                              static_cast<int>(options.max_context), drafts},
-                                             parts.device, *parts.model));
+  SLUICE_CHECK(parts.drafter == nullptr || !parts.drafter->on_device() || parts.model->drafts());
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<BatchState> batch,
+      BatchState::Create(
+          {static_cast<int>(options.max_sequences), static_cast<int>(options.max_context), drafts,
+           parts.drafter != nullptr && parts.drafter->on_device()},
+          parts.device, *parts.model));
   std::unique_ptr<Stream> stream = parts.device->NewStream(Device::StreamKind::kCompute);
   SLUICE_RETURN_IF_ERROR(batch->RecordPrograms(*stream, *parts.model, *parts.policy));
   return std::make_unique<EngineImpl>(options, parts, std::move(batch), std::move(stream));

@@ -118,6 +118,9 @@ class EngineImpl : public Engine {
   // Asks for drafts of a runnable sequence, for which it makes rows writable, and returns how many
   // there are.
   int32_t Draft(Sequence& sequence);
+  // Tells the sequence's drafter what the device drafted behind the last token, which the plan's
+  // sample number `index` chose, if the device drafts.
+  void LearnDrafts(Sequence& sequence, int buffer, int index);
   // Fills row_tokens_ for the plan.
   void FillRowTokens();
   void UpdateGauges();
@@ -201,6 +204,7 @@ class EngineImpl : public Engine {
   Event* cold_ = nullptr;  // event of a slot that was not warm in the newest plan
   StepPlan plan_;
   std::vector<int32_t> row_tokens_;  // of plan_, where there is a drafter
+  std::vector<int32_t> learnt_;      // scratch of LearnDrafts
   uint64_t launched_steps_ = 0;
   uint64_t completed_steps_ = 0;
   StepTimes times_;

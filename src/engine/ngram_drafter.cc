@@ -5,16 +5,12 @@
 #include <bit>
 
 #include "src/base/status_macros.h"
+#include "src/engine/guess_score.h"
 
 namespace sluice {
 namespace {
 
 constexpr int kLengths = kMostNgram - kLeastNgram + 1;
-
-// At least kLeastRight of the last kScored guesses must have been right. A step of decode rows
-// reads the same weights whether a sequence has one row or four, so one right guess in four pays.
-constexpr int kScored = 16;
-constexpr int kLeastRight = 4;
 
 class NgramSequence : public SequenceDrafter {
  public:
@@ -32,9 +28,7 @@ class NgramSequence : public SequenceDrafter {
     }
   }
 
-  bool Expects() const override {
-    return complete_ && guess_ > 0 && std::popcount(right_) >= kLeastRight;
-  }
+  bool Expects() const override { return complete_ && guess_ > 0 && score_.good(); }
 
   void Propose(int most, std::vector<int32_t>* drafts) const override {
     drafts->clear();
@@ -73,10 +67,7 @@ class NgramSequence : public SequenceDrafter {
   }
 
   void Take(int32_t token) {
-    if (guess_ > 0) {
-      const bool right = tokens_[static_cast<size_t>(guess_)] == token;
-      right_ = static_cast<uint16_t>((right_ << 1) | (right ? 1 : 0));
-    }
+    if (guess_ > 0) score_.Add(tokens_[static_cast<size_t>(guess_)] == token);
     tokens_.push_back(token);
     guess_ = 0;
     const auto end = static_cast<int32_t>(tokens_.size());
@@ -100,10 +91,7 @@ class NgramSequence : public SequenceDrafter {
   std::vector<int32_t> tokens_;
   bool complete_ = false;  // whether tokens_ are all that are known
   int32_t guess_ = 0;      // the position of the token that is to be the next one; 0: no guess
-  // Whether each of the last guesses was right, the newest in bit 0. At first they all count as
-  // right, so that drafts begin at once.
-  uint16_t right_ = 0xFFFF;
-  static_assert(kScored == 16, "right_ has a bit for each guess");
+  GuessScore score_;
 };
 
 class NgramDrafter : public Drafter {

@@ -130,6 +130,7 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
                              std::min(sequence.context_length, sequence.length - 1));
   sequence.prompt_ended = !parts_.policy->NeedsEndPrompt();
   EndPromptIfDone(sequence);
+  batch_->BeginDrafts(*stream_, slot, sequence.cached);
   batch_->Join(*stream_, slot, sequence.tokens, sequence.request.sampling, *sequence.seed,
                static_cast<int32_t>(sequence.prompt_length), sequence.stops.stop_ids());
   if (first) {

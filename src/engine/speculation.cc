@@ -9,8 +9,11 @@
 // they are without speculation.
 #include <algorithm>
 
+#include "kernels/draft_params.h"
 #include "src/attention/attention_policy.h"
 #include "src/engine/engine_impl.h"
+#include "src/metrics/metrics.h"
+#include "src/model/model.h"
 
 namespace sluice {
 
@@ -52,6 +55,23 @@ int32_t EngineImpl::Draft(Sequence& sequence) {
     sequence.drafts.clear();
   }
   return static_cast<int32_t>(sequence.drafts.size());
+}
+
+void EngineImpl::LearnDrafts(Sequence& sequence, int buffer, int index) {
+  if (!batch_->has_device_drafts()) return;
+  learnt_.clear();
+  const int32_t vocab = parts_.model->config().vocab_size;
+  for (int i = 0; i < static_cast<int>(options_.draft_tokens); ++i) {
+    const int32_t draft = batch_->DraftAfter(buffer, index, i);
+    if (draft == kernels::kNoDraft) break;
+    if (draft < 0 || draft >= vocab) {
+      // No answer depends on drafts, so a draft layer that fails costs its drafts and no sequence.
+      parts_.metrics->dropped_drafts.Add();
+      break;
+    }
+    learnt_.push_back(draft);
+  }
+  sequence.drafter->Learn(sequence.tokens, learnt_);
 }
 
 void EngineImpl::FillRowTokens() {

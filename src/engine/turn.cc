@@ -284,7 +284,8 @@ void EngineImpl::EmitResults(const Step::Sampled& sampled, int buffer, absl::Tim
       ++sequence.accepted;
       parts_.metrics->AcceptedDraft(i);
     }
-    if (!Emit(sequence, token, exact, now) || !accepted) return;
+    if (!Emit(sequence, token, exact, now)) return;
+    if (!accepted) return LearnDrafts(sequence, buffer, sampled.first + i);
     ++sequence.cached;
     ++sequence.length;
   }

@@ -218,6 +218,11 @@ inline constexpr Metric kProcessMaxFds{"process_max_fds", Type::kGauge,
 inline constexpr Metric kProcessStart{"process_start_time_seconds", Type::kGauge,
                                       "Start of the process, in seconds since 1970", ""};
 
+inline constexpr Metric kDroppedDrafts{
+    "sluice_dropped_drafts_total", Type::kCounter,
+    "Times that a model's draft layer gave no usable draft, because its logits were not finite",
+    ""};
+
 // Speculative decoding, under the names that vLLM's counters have at its endpoint.
 inline constexpr Metric kVllmDrafts{"vllm:spec_decode_num_drafts_total", Type::kCounter,
                                     "Times that a step verified drafts of a sequence", ""};
@@ -250,6 +255,7 @@ inline constexpr const Metric* kAll[] = {
     &kRequestSeconds,
     &kQueueSeconds,
     &kSlowReaders,
+    &kDroppedDrafts,
     &kMalformedTraceHeaders,
     &kPreemptions,
     &kPreemptedSeconds,

@@ -148,6 +148,7 @@ Metrics::Metrics()
       request_seconds(registry_->MakeHistogram(names::kRequestSeconds, LongSeconds())),
       queue_seconds(registry_->MakeHistogram(names::kQueueSeconds, LongSeconds())),
       slow_readers(registry_->MakeCounter(names::kSlowReaders)),
+      dropped_drafts(registry_->MakeCounter(names::kDroppedDrafts)),
       malformed_trace_headers(registry_->MakeCounter(names::kMalformedTraceHeaders)),
       preemptions(registry_->MakeCounter(names::kPreemptions)),
       preempted_seconds(registry_->MakeHistogram(names::kPreemptedSeconds, LongSeconds())),

@@ -195,6 +195,7 @@ class Metrics {
   const Histogram request_seconds;
   const Histogram queue_seconds;
   const Counter slow_readers;
+  const Counter dropped_drafts;
   const Counter malformed_trace_headers;
   const Counter preemptions;
   const Histogram preempted_seconds;

@@ -59,10 +59,12 @@ void DecodeNode::OnSecurity() {
 
 absl::Status DecodeNode::LoadModelAndMemory() {
   SLUICE_RETURN_IF_ERROR(CheckSpeculation(config_));
+  SLUICE_RETURN_IF_ERROR(ResolveSpeculation(&config_));
   const StepRows step = StepRowsOf(config_);
   SLUICE_RETURN_IF_ERROR(LoadModel(step.rows, step.logits));
   SLUICE_ASSIGN_OR_RETURN(token_bytes_, LoadTokenBytes(config_));
   if (config_.policy() == kAutoPolicy) SLUICE_RETURN_IF_ERROR(ChooseAutoPolicy());
+  SettleSpeculation(*model_, &config_);
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
   SLUICE_ASSIGN_OR_RETURN(NodeMemory memory, NewNodeMemory(config_, *model_, device_.get()));
   hbm_ = std::move(memory.hbm);

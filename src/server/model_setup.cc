@@ -145,6 +145,7 @@ absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows
   options.max_rows = max_rows;
   options.max_logits = max_logits;
   options.look_ahead = config.policy() != "full";
+  options.draft_layer = DraftLayerOf(config);
   return options;
 }
 

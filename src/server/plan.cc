@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/latent/draft_window.h"
 #include "src/attention/policy_factory.h"
 #include "src/base/bisect.h"
 #include "src/base/status_macros.h"
@@ -122,6 +123,7 @@ PlanInput InputOf(const Config& config, const Model& model) {
   in.max_context = model.max_context();
   in.max_sequences = config.max_sequences();
   in.draft_tokens = DraftTokensOf(config);
+  in.drafts_on_device = in.draft_tokens > 0 && model.drafts();
   in.weight_bytes = model.weight_bytes();
   in.workspace_bytes = model.workspace_bytes();
   in.policy = config.policy();
@@ -140,15 +142,25 @@ std::string PlacementOf(const Device& device, int workers) {
                                    : absl::StrCat("cpus ", FormatCpuList(cpus)));
 }
 
+// Returns the bytes of the draft layer's caches.
+int64_t DraftCacheBytes(const PlanInput& in) {
+  DraftWindow::Options window;
+  window.layout = &in.layout;
+  window.slots = static_cast<int>(in.max_sequences);
+  window.max_context = in.max_context;
+  return in.drafts_on_device ? DraftWindow::CacheBytes(window) : 0;
+}
+
 // Adds the memory of the running batch.
 absl::Status AddBatch(const Model& model, PlanningDevice* device, PlanInput* in) {
   const int64_t hbm = device->asked(MemoryKind::kDevice), dram = device->asked(MemoryKind::kPinned);
   SLUICE_RETURN_IF_ERROR(
       BatchState::Create({static_cast<int>(in->max_sequences), static_cast<int>(in->max_context),
-                          static_cast<int>(in->draft_tokens)},
+                          static_cast<int>(in->draft_tokens), in->drafts_on_device},
                          device, model)
           .status());
   in->batch_bytes = device->asked(MemoryKind::kDevice) - hbm;
+  in->draft_cache_bytes = DraftCacheBytes(*in);
   in->pinned_bytes = device->asked(MemoryKind::kPinned) - dram;
   return absl::OkStatus();
 }
@@ -212,6 +224,7 @@ absl::StatusOr<PlanInput::Policy> PlanConfiguredPolicy(const Config& config, con
 absl::StatusOr<PlanInput> PlanOf(const Config& given) {
   SLUICE_RETURN_IF_ERROR(CheckSpeculation(given));
   Config config = given;
+  SLUICE_RETURN_IF_ERROR(ResolveSpeculation(&config));
   std::string why;
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> real, NewDevice(config, &why));
   const std::unique_ptr<PlanningDevice> device = NewPlanningDevice(real.get());
@@ -230,6 +243,7 @@ absl::StatusOr<PlanInput> PlanOf(const Config& given) {
     config = std::move(resolved.config);
     auto_text = std::move(resolved.text);
   }
+  SettleSpeculation(*model, &config);
   PlanInput in = InputOf(config, *model);
   in.auto_text = std::move(auto_text);
   in.max_rows = step.rows;

@@ -26,7 +26,11 @@ struct PlanInput {
   int64_t max_context = 0;
   int64_t max_sequences = 0;
   int64_t draft_tokens = 0;  // maximum drafts of a sequence in a step
-  int64_t max_rows = 0;      // maximum rows in a step
+  // Whether the model's draft layer makes them, and the bytes of its caches, which are a part of
+  // batch_bytes.
+  bool drafts_on_device = false;
+  int64_t draft_cache_bytes = 0;
+  int64_t max_rows = 0;  // maximum rows in a step
   // Bytes that the device is asked for beside the KV caches.
   int64_t weight_bytes = 0;
   int64_t workspace_bytes = 0;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "src/attention/latent/draft_window.h"
 #include "src/config/units.h"
 #include "src/server/plan.h"
 
@@ -145,6 +146,13 @@ std::string FormatPlan(const PlanInput& in) {
                         "batch       %s (histories, tables and logits of %d sequences, and what "
                         "policy %s needs beside them); %s of DRAM\n",
                         Bytes(in.batch_bytes), in.max_sequences, in.policy, Bytes(in.pinned_bytes));
+  if (in.drafts_on_device) {
+    absl::StrAppendFormat(&out,
+                          "drafts      up to %d of the next-token layer; its caches of the newest "
+                          "%d tokens are %s of the batch\n",
+                          in.draft_tokens, std::min(in.max_context, kDraftWindow),
+                          Bytes(in.draft_cache_bytes));
+  }
   absl::StrAppendFormat(&out, "caches      %s a token (%s, blocks of %d tokens, all layers)\n",
                         Bytes(token_bytes), std::string(DTypeName(kind.element_type)),
                         kind.block_tokens);

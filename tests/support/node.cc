@@ -26,6 +26,9 @@ Node::Node(const NodeOptions& o) {
   model.max_context = o.max_context;
   model.max_logits = o.max_sequences * (1 + o.draft_tokens);
   model.max_rows = o.chunk_tokens + model.max_logits;
+  if (o.drafter != nullptr && o.drafter->on_device()) {
+    model.draft_layer = Model::Options::DraftLayer::kRequired;
+  }
   model_ = OrFail(Model::Load(model, device_.get()));
   PolicyOptions policy = o.policy;
   DescribeModel(*model_, &policy);

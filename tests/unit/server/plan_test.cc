@@ -240,6 +240,59 @@ TEST_CASE("the plan counts what drafts take, and a policy that verifies none is 
   }
 }
 
+TEST_CASE(
+    "the plan counts a next-token layer's weights and caches, and auto takes it where it is") {
+  Config config = TinyNode();
+  config.set_model(fixtures::ModelDir("tiny-deepseek-mtp"));
+  config.set_kv_dtype("fp8");
+  config.set_speculation_tokens(2);
+  config.set_speculation("none");
+  const auto plain = PlanOf(config);
+  INFO(plain.status());
+  REQUIRE(plain.ok());
+  CHECK_FALSE(plain->drafts_on_device);
+  for (const char* setting : {"mtp", "auto"}) {
+    config.set_speculation(setting);
+    const auto plan = PlanOf(config);
+    INFO(setting << ": " << plan.status());
+    REQUIRE(plan.ok());
+    CHECK(plan->drafts_on_device);
+    CHECK(plan->draft_tokens == 2);
+    CHECK(plan->max_rows == 5 * 3 + 64);
+    // 22 blocks of 32 entries of 656 bytes hold 700 tokens.
+    CHECK(plan->draft_cache_bytes == int64_t{5} * 22 * 32 * 656);
+    CHECK(plan->batch_bytes > plain->batch_bytes + plan->draft_cache_bytes);
+    CHECK(plan->weight_bytes > plain->weight_bytes * 5 / 4);
+    CHECK_THAT(FormatPlan(*plan), Catch::Contains("drafts      up to 2 of the next-token layer"));
+    const auto device = NewDevice(config);
+    REQUIRE(device.ok());
+    const auto model = LoadModel(config, plan->max_rows, 15, device->get());
+    REQUIRE(model.ok());
+    CHECK(plan->weight_bytes == (*model)->weight_bytes());
+    CHECK(plan->workspace_bytes == (*model)->workspace_bytes());
+    Config settled = config;
+    SettleSpeculation(**model, &settled);
+    CHECK(settled.speculation() == "mtp");
+    CHECK(NewDrafter(settled)->on_device());
+  }
+  config.set_speculation_tokens(4);
+  CHECK_THAT(std::string(PlanOf(config).status().message()),
+             Catch::StartsWith("speculation_tokens: expected at most 3 with speculation auto"));
+  config.set_speculation_tokens(3);
+  config.set_policy("ess");
+  const auto sparse = PlanOf(config);
+  INFO(sparse.status());
+  REQUIRE(sparse.ok());
+  CHECK(sparse->draft_tokens == 0);
+  config.set_policy("full");
+  config.set_model(fixtures::ModelDir("tiny-deepseek-v32"));
+  REQUIRE(PlanOf(config).ok());
+  CHECK(PlanOf(config)->draft_tokens == 0);
+  config.set_speculation("mtp");
+  CHECK_THAT(std::string(PlanOf(config).status().message()),
+             Catch::StartsWith("speculation: mtp needs a model with a next-token layer"));
+}
+
 TEST_CASE("the plan has the sizes that a node would choose, and says why") {
   Config config = TinyNode();
   config.set_hbm_bytes(kAutoBytes);
