@@ -60,6 +60,31 @@ def test_fetching_ahead_does_not_go_with_drafts(tiny_models):
     assert "ess_prefetch: 8 entries for the next step, but with drafts" in done.stderr
 
 
+def test_a_next_token_layer_drafts_where_the_checkpoint_has_one(tiny_models, start):
+    model = tiny_models("tiny-deepseek-mtp")
+    plain = start("sluice-server", model, *FLAGS)
+    want, _ = answer(plain)
+    plain.stop()
+    for speculation in ("mtp", "auto"):
+        node = start("sluice-server", model, *FLAGS, "--speculation", speculation)
+        got, finish = answer(node)
+        assert got == want
+        # The layer is made to be often right.
+        assert finish.usage.accepted_tokens > 40
+        assert '"drafter": "mtp"' in node.log.read_text() or '"drafter":"mtp"' in node.log.read_text()
+        node.stop()
+
+
+def test_a_model_without_a_next_token_layer(tiny_models, start):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--device", DEVICE, *FLAGS,
+               "--speculation", "mtp")
+    assert done.returncode != 0
+    assert "speculation: mtp needs a model with a next-token layer" in done.stderr
+    node = start("sluice-server", tiny_models("tiny-llama"), *FLAGS, "--speculation", "auto")
+    _, finish = answer(node)
+    assert finish.usage.drafted_tokens == 0
+
+
 @pytest.mark.parametrize("policy", ["scout", "recall", "hgca", "clo", "fluxion"])
 def test_a_policy_that_verifies_no_drafts_is_refused_by_name(tiny_models, policy):
     done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--device", DEVICE, *FLAGS, *NGRAM,

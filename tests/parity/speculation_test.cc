@@ -9,6 +9,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/reasons.h"
+#include "src/engine/mtp_drafter.h"
 #include "src/engine/ngram_drafter.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/parity/parity_support.h"
@@ -95,6 +96,27 @@ void CheckNode(NodeOptions options, const Case& c = {}) {
   CheckDrafter(c, options, ngram.get(), requests, want);
 }
 
+// The same with drafts of the model's next-token layer.
+void CheckNextTokenLayer(NodeOptions options) {
+  options.max_context = 512;
+  for (const Case& c : {Case{.drafts = 1}, Case{.drafts = 3}}) {
+    if (options.policy.name == "ess") options.policy.rows_per_sequence = 1 + c.drafts;
+    options.row_bucket = 0;
+    std::vector<Request> requests;
+    std::vector<Generated> want;
+    {
+      Node plain(options);
+      requests = Requests(c, plain.model().config().vocab_size);
+      for (const Request& request : requests) want.push_back(plain.Generate(request));
+    }
+    const auto mtp = NewMtpDrafter();
+    for (const int row_bucket : {0, 8}) {
+      options.row_bucket = row_bucket;
+      CHECK(CheckDrafter(c, options, mtp.get(), requests, want) > 10);
+    }
+  }
+}
+
 // Pools hold what a step of three rows selects, 192 of up to 465 tokens, so that entries come and
 // go.
 NodeOptions OffloadedOptions(const std::string& path, const std::string& policy) {
@@ -121,6 +143,9 @@ void CheckOffloaded(const std::string& path) {
     options.policy.name = "offload-naive";
     CheckNode(options, c);
   }
+  NodeOptions options = OffloadedOptions(path, "ess");
+  options.model_dir = fixtures::ModelDir(fixtures::TinyDraftModels()[0]);
+  CheckNextTokenLayer(options);
 }
 
 void CheckPath(const std::string& path) {
@@ -138,6 +163,14 @@ void CheckPath(const std::string& path) {
       INFO(name << " on " << path << " with caches of " << DTypeName(type));
       options.kv_dtype = type;
       CheckNode(options);
+    }
+  }
+  for (const std::string& name : fixtures::TinyDraftModels()) {
+    options.model_dir = fixtures::ModelDir(name);
+    for (const DType type : {DType::kBFloat16, DType::kFloat8E4M3}) {
+      INFO(name << " on " << path << " with caches of " << DTypeName(type));
+      options.kv_dtype = type;
+      CheckNextTokenLayer(options);
     }
   }
 }

@@ -27,7 +27,7 @@ const CacheKind& EntryKind(const DraftWindow::Options& options) {
 // decode row of the step attends to it any more.
 DraftWindow::DraftWindow(const Options& options)
     : options_(options),
-      window_(static_cast<int32_t>(std::min<int64_t>(kDraftWindow, options.max_context))),
+      window_(static_cast<int32_t>(std::min(options.window, options.max_context))),
       blocks_(BlocksFor(options.max_context, EntryKind(options).block_tokens)),
       ring_blocks_(std::min(
           blocks_, BlocksFor(window_ + kernels::kMaxNewTokens, EntryKind(options).block_tokens))) {}

@@ -36,6 +36,7 @@ class DraftWindow : public LatentAttention {
     int max_rows = 0;     // of a step
     int decode_rows = 0;  // of a step, which are attended to in one piece of work
     int64_t max_context = 0;
+    int64_t window = kDraftWindow;  // entries that a row attends to, at most
   };
   // Returns the bytes of the caches that Create allocates for such options, without the rest.
   static int64_t CacheBytes(const Options& options);
