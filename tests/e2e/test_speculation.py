@@ -3,7 +3,7 @@
 import pytest
 from sluice.v1 import decode_pb2
 from support.metrics_text import Scrape, wait_for
-from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, greedy, run, tokens_of
+from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, greedy, run, sluice_json, tokens_of
 
 FLAGS = ["--max-context", "512", "--hbm-bytes", "16MiB", "--dram-bytes", "16MiB", "--local-prefill", "always"]
 NGRAM = ["--speculation", "ngram", "--speculation-tokens", "4"]
@@ -73,6 +73,22 @@ def test_a_next_token_layer_drafts_where_the_checkpoint_has_one(tiny_models, sta
         assert finish.usage.accepted_tokens > 40
         assert '"drafter": "mtp"' in node.log.read_text() or '"drafter":"mtp"' in node.log.read_text()
         node.stop()
+
+
+def test_a_prompt_that_was_handed_over_is_drafted_from_too(tiny_models, start):
+    """The prompt's entries of the next-token layer are missing on the decode node, and so is the layer on the other."""
+    model = tiny_models("tiny-deepseek-mtp")
+    prefill = start("sluice-prefill", model, "--max-context", "512", "--hbm-bytes", "16MiB")
+    ids = ",".join(map(str, PROMPT))
+    answers = []
+    for flags in ([], ["--speculation", "mtp", "--speculation-tokens", "2"]):
+        node = start("sluice-server", model, *FLAGS, *flags)
+        got = sluice_json("generate", "--prefill", prefill.address, "--decode", node.address, "--prompt-ids", ids,
+                          "--max-tokens", 60)
+        answers.append(got["output_ids"])
+        if flags:
+            assert Scrape(node).get("vllm:spec_decode_num_accepted_tokens_total") > 10
+    assert answers[0] == answers[1] and len(answers[0]) == 60
 
 
 def test_a_model_without_a_next_token_layer(tiny_models, start):
