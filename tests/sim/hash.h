@@ -102,4 +102,11 @@ inline float Logit(uint64_t state, int32_t token, int v) {
   return v == kBrokenToken ? logit - 1.0f : logit;  // rare, not absent
 }
 
+// Returns what the simulated next-token layer drafts behind a token at a position; -1: its logits
+// are not finite.
+constexpr int32_t DraftBehind(int32_t token, int64_t position) {
+  const uint64_t hash = Mix(Embed(token, static_cast<int32_t>(position)), kVocab);
+  return hash % 16 == 0 ? -1 : static_cast<int32_t>((hash >> 8) % kVocab);
+}
+
 }  // namespace sluice::sim

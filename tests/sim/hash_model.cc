@@ -214,6 +214,14 @@ class HashModelImpl : public HashModel {
     policy.EndStep(stream);
   }
 
+  bool drafts() const override { return options_.drafts; }
+  // The layer has no caches: what it drafts is a function of the token that it is given, so that
+  // whoever knows a sequence's tokens knows its drafts.
+  void Draft(Stream& stream, const DraftInputs& in, LatentAttention&) override {
+    SLUICE_CHECK(in.rows <= options_.max_rows && in.logit_count <= options_.max_logits);
+    static_cast<HostStream&>(stream).Enqueue<DraftInputs>(&DraftLogits, in);
+  }
+
  private:
   struct Step {
     HashModelImpl* model;
@@ -362,6 +370,22 @@ class HashModelImpl : public HashModel {
       for (int v = 0; v < kVocab; ++v) {
         s.in.logits[i * kVocab + v] =
             row < 0 ? 0 : Logit(s.model->state(row), TokenOf(s.in, row), v);
+      }
+    }
+  }
+
+  static void DraftLogits(const DraftInputs& in, CpuTeam*) {
+    for (int64_t i = 0; i < in.logit_count; ++i) {
+      const int32_t row = in.logit_rows[i];
+      float* const logits = in.logits + i * kVocab;
+      std::fill_n(logits, kVocab, 0.0f);
+      if (row < 0 || in.slots[row] < 0) continue;
+      const int32_t at = in.positions[row] + 1;
+      const int32_t draft = DraftBehind(in.tokens[in.slots[row] * in.token_stride + at], at);
+      if (draft < 0) {
+        std::fill_n(logits, kVocab, std::numeric_limits<float>::quiet_NaN());
+      } else {
+        logits[draft] = 1.0f;
       }
     }
   }

@@ -20,6 +20,7 @@ struct HashModelOptions {
   int block_tokens = 0;
   int max_rows = 0;
   int max_logits = 0;
+  bool drafts = false;  // whether it has a next-token layer, which drafts by DraftBehind
   int top_k = 0;  // > 0: the model has latent caches and an indexer that selects this many entries
 };
 

@@ -33,6 +33,52 @@ std::unique_ptr<Drafter> DrafterOf(const NodeSpec& spec) {
   return std::make_unique<testing::GuessingDrafter>(std::move(guess));
 }
 
+// Offers the drafts of another drafter, and holds those of the device against what they must be.
+class CheckingDrafter : public Drafter {
+ public:
+  CheckingDrafter(std::unique_ptr<Drafter> offers, const Engine::Options& engine)
+      : offers_(std::move(offers)), drafts_(engine.draft_tokens), context_(engine.max_context) {}
+  const char* name() const override { return offers_->name(); }
+  bool on_device() const override { return true; }
+  std::unique_ptr<SequenceDrafter> Begin(int64_t total) override {
+    return std::make_unique<Sequence>(this, offers_->Begin(total));
+  }
+
+ private:
+  struct Sequence : SequenceDrafter {
+    Sequence(const CheckingDrafter* all, std::unique_ptr<SequenceDrafter> offers)
+        : of(all), inner(std::move(offers)) {}
+    void Follow(absl::Span<const int32_t> tokens) override { inner->Follow(tokens); }
+    bool Expects() const override { return inner->Expects(); }
+    void Propose(int most, std::vector<int32_t>* drafts) const override {
+      inner->Propose(most, drafts);
+    }
+    void Learn(absl::Span<const int32_t> tokens, absl::Span<const int32_t> drafts) override {
+      SLUICE_CHECK(std::vector<int32_t>(drafts.begin(), drafts.end()) == of->Expected(tokens),
+                   "a draft of the device is not the one behind its sequence's ", tokens.size(),
+                   " tokens");
+    }
+    const CheckingDrafter* const of;
+    const std::unique_ptr<SequenceDrafter> inner;
+  };
+
+  // A context has no room for drafts at its end, and one whose logits are not finite is the last.
+  std::vector<int32_t> Expected(absl::Span<const int32_t> tokens) const {
+    std::vector<int32_t> out;
+    if (tokens.size() + drafts_ > context_) return out;
+    int32_t token = tokens.back();
+    while (out.size() < drafts_) {
+      token = DraftBehind(token, static_cast<int64_t>(tokens.size() + out.size()) - 1);
+      if (token < 0) break;
+      out.push_back(token);
+    }
+    return out;
+  }
+
+  const std::unique_ptr<Drafter> offers_;
+  const size_t drafts_, context_;
+};
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Node>> Node::Create(const NodeSpec& spec, SimClock* clock) {
@@ -52,6 +98,7 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   model.max_rows = static_cast<int>(spec.engine.chunk_tokens) + samples;
   model.max_logits = samples;
   model.top_k = spec.top_k;
+  model.drafts = spec.device_drafts;
   SLUICE_ASSIGN_OR_RETURN(model_, NewHashModel(model, device_.get()));
   PolicyOptions policy = spec.policy;
   DescribeModel(*model_, &policy);
@@ -91,6 +138,9 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   parts.clock = clock;
   parts.finish_rate = finish_rate_.get();
   if (spec.engine.draft_tokens > 0) drafter_ = DrafterOf(spec);
+  if (spec.device_drafts) {
+    drafter_ = std::make_unique<CheckingDrafter>(std::move(drafter_), spec.engine);
+  }
   parts.drafter = drafter_.get();
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(spec.engine, parts));
   return absl::OkStatus();

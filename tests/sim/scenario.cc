@@ -171,6 +171,8 @@ void DrawSpeculation(NodeSpec* node) {
   node->engine.draft_tokens =
       static_cast<uint32_t>(OneIn(random, 6) ? kernels::kMaxNewTokens - 1 : Between(random, 1, 4));
   node->ngram = OneIn(random, 3);
+  node->device_drafts = node->top_k > 0 && node->engine.draft_tokens <= kernels::kMaxDeviceDrafts &&
+                        !OneIn(random, 4);
 }
 
 // Draws a node. `wanted` is its policy; empty: any.

@@ -53,6 +53,9 @@ struct NodeSpec {
   // The drafter, where engine.draft_tokens > 0: one that knows `known`, the sequences of the
   // scenario, and is often right; or the drafter of a server, which is right by chance.
   bool ngram = false;
+  // Whether the model's next-token layer drafts too. Its drafts are compared with what they must
+  // be, and those of the drafter are verified.
+  bool device_drafts = false;
   std::vector<std::vector<int32_t>> known;
   absl::Duration lease;
   SimDeviceOptions device;
