@@ -6,7 +6,8 @@
 // costs each of them the host's time between two steps. If only the sequences with drafts waited,
 // the others would have a step of their own in between, which reads all weights again: those with
 // drafts would have every second step. While no sequence has drafts, steps are launched ahead as
-// they are without speculation.
+// they are without speculation. Drafts that the device makes come with the results of each step, so
+// with them every step waits while a sequence's drafts are worth it.
 #include <algorithm>
 
 #include "kernels/draft_params.h"

@@ -99,6 +99,8 @@ MUTANTS = [
      "row_tokens_.push_back(sequence.tokens[at]);", "row_tokens_.push_back(-1);"),
     ("a step is launched before its drafts are read", "src/engine/speculation.cc",
      ".drafts) return true;", ".drafts) return false;"),
+    ("the device drafts from a sequence's last row", "kernels/cpu/drafts.cc",
+     "if (accepted) last = row + 1;", "last = row + 1;"),
     ("a preempted sequence leaves its newest key behind", "src/engine/placement.cc",
      "Evict(sequence->slot, sequence->cached);",
      "Evict(sequence->slot, std::max<int64_t>(0, sequence->cached - 4));"),

@@ -17,6 +17,7 @@ class KnownDrafter : public Drafter {
     uint64_t seed = 1;
     int32_t vocab = 2;         // More than 1, so that every token has a wrong one beside it.
     double probability = 0.7;  // Of each draft to be right.
+    bool on_device = false;    // Whether the model's draft layer runs too; its drafts are dropped.
     int64_t context = 0;       // Tokens of every prompt, whose last one is the sequence's number.
     // Tokens of each sequence behind its prompt, by its number. There are no drafts behind them.
     std::vector<std::vector<int32_t>> known;
@@ -29,6 +30,7 @@ class KnownDrafter : public Drafter {
   explicit KnownDrafter(Options options);
 
   const char* name() const override { return "known"; }
+  bool on_device() const override { return options_.on_device; }
   std::unique_ptr<SequenceDrafter> Begin(int64_t total) override;
   // REQUIRES: the engine has ended.
   const Counts& counts() const { return counts_; }

@@ -36,8 +36,9 @@ Figure SideFigure(const SpeculationOptions& options, const std::string& drafts,
 }  // namespace
 
 std::string DraftsInWords(const SpeculationOptions& options) {
-  return absl::StrFormat("%d drafts by stated probability %g, not by a model", options.draft_tokens,
-                         options.probability);
+  return absl::StrFormat("%d drafts by stated probability %g, not by a model%s",
+                         options.draft_tokens, options.probability,
+                         options.draft_layer ? ", beside a next-token layer that runs" : "");
 }
 
 std::string SpeculationHeader(const SpeculationOptions& options) {

@@ -14,6 +14,7 @@ namespace {
 // Sequences that DRAM holds on their way to HBM: long contexts of a large batch are more than a
 // host's memory.
 constexpr int kSequencesInDram = 4;
+constexpr int64_t kAlignment = 4096;
 
 absl::StatusOr<SpeculationSide> RunSide(EngineRunOptions run, int slots, Device* device,
                                         Model* model, PagePool* hbm, AttentionPolicy* policy) {
@@ -52,11 +53,11 @@ absl::StatusOr<SpeculationResult> RunSpeculation(const SpeculationOptions& optio
   EngineRunOptions run = options.run;
   SLUICE_CHECK(run.steps > options.draft_tokens);
   const CacheLayout& layout = model->cache_layout();
+  // A pool loses up to kAlignment to each kind of cache.
+  const int64_t bytes = layout.BytesFor(run.context) * std::min(run.batch, kSequencesInDram) +
+                        kAlignment * std::ssize(layout.kinds);
   SLUICE_ASSIGN_OR_RETURN(
-      Buffer memory, device->Allocate(MemoryKind::kPinned,
-                                      static_cast<size_t>((layout.BytesFor(run.context) + 4096) *
-                                                          std::min(run.batch, kSequencesInDram)),
-                                      "dram"));
+      Buffer memory, device->Allocate(MemoryKind::kPinned, static_cast<size_t>(bytes), "dram"));
   SLUICE_ASSIGN_OR_RETURN(const auto dram, PagePool::Create("dram", layout, std::move(memory)));
   run.dram = dram.get();
   run.drafter = nullptr;
@@ -67,6 +68,7 @@ absl::StatusOr<SpeculationResult> RunSpeculation(const SpeculationOptions& optio
   known.vocab = static_cast<int32_t>(model->config().vocab_size);
   known.probability = options.probability;
   known.context = run.context;
+  known.on_device = options.draft_layer;
   known.known = result.plain.outputs;
   KnownDrafter drafter(std::move(known));
   run.drafter = &drafter;

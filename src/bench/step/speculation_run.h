@@ -41,6 +41,10 @@ struct SpeculationOptions {
   EngineRunOptions run;
   int draft_tokens = 3;
   double probability = 0.7;
+  // Whether the model's next-token layer makes drafts too, which are not those that are verified:
+  // what it costs is then in the figures. REQUIRES: the model has one, and draft_tokens are at most
+  // kernels::kMaxDeviceDrafts.
+  bool draft_layer = false;
 };
 
 // Decodes the sequences twice, from the same caches. INTERNAL: a token differs between the two

@@ -36,6 +36,7 @@
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 #include "src/model/model_config.h"
+#include "src/model/policy_model.h"
 
 namespace sluice::bench {
 namespace {
@@ -72,9 +73,11 @@ constexpr int64_t kTraceSteps = 8;
 
 struct Options {
   std::string device = "cpu", model, kernels = "auto", context_fill = "random", json, trace;
+  std::string kv_dtype = "bf16";
   bool dummy = false, no_engine = false;
   int64_t threads = 0, steps = 40, prefill = 1024, chunk = 512, trace_steps = 0;
   int64_t speculation_tokens = 0;
+  bool draft_layer = false;
   double acceptance = 0.7;
   std::vector<int64_t> contexts = {64, 512, 2048}, batches = {1, 8, 32};
 };
@@ -119,7 +122,9 @@ class StepBench {
 
   absl::Status Load() {
     SLUICE_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(options_.model));
-    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(config, "the bench of steps"));
+    if (options_.speculation_tokens == 0) {
+      SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(config, "the bench of steps without drafts"));
+    }
     SLUICE_ASSIGN_OR_RETURN(bench_device_,
                             BenchDevice::Create({options_.device, options_.kernels, threads_}));
     device_ = &bench_device_->device();
@@ -137,6 +142,8 @@ class StepBench {
     model.max_context = max_context_;
     model.max_logits = max_batch_ * static_cast<int>(1 + options_.speculation_tokens);
     model.max_rows = std::max(model.max_logits + 1, static_cast<int>(options_.chunk));
+    if (options_.kv_dtype == "fp8") model.kv_dtype = DType::kFloat8E4M3;
+    if (options_.draft_layer) model.draft_layer = Model::Options::DraftLayer::kRequired;
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, device_));
     const int64_t bytes =
         (model_->cache_layout().BytesFor(max_context_) + 4096) * max_batch_ + 8192;
@@ -144,13 +151,16 @@ class StepBench {
                                                              static_cast<size_t>(bytes), "caches"));
     SLUICE_ASSIGN_OR_RETURN(pool_,
                             PagePool::Create("hbm", model_->cache_layout(), std::move(caches)));
-    SLUICE_ASSIGN_OR_RETURN(
-        policy_, NewFullPolicy(PolicyOver(device_, pool_.get(), max_batch_, max_context_)));
+    PolicyOptions policy = PolicyOver(device_, pool_.get(), max_batch_, max_context_);
+    DescribeModel(*model_, &policy);
+    SLUICE_ASSIGN_OR_RETURN(policy_, NewFullPolicy(policy));
     SLUICE_ASSIGN_OR_RETURN(batch_,
                             BatchState::Create({max_batch_, max_context_}, device_, *model_));
     stream_ = device_->NewStream(Device::StreamKind::kCompute);
     SLUICE_RETURN_IF_ERROR(batch_->RecordPrograms(*stream_, *model_, *policy_));
-    return random_context() ? FillWithRandomValues(*device_, *pool_) : absl::OkStatus();
+    // With drafts the engine fills the contexts.
+    const bool fill = random_context() && options_.speculation_tokens == 0;
+    return fill ? FillWithRandomValues(*device_, *pool_) : absl::OkStatus();
   }
 
   bool random_context() const { return options_.context_fill == "random"; }
@@ -271,7 +281,8 @@ class StepBench {
 
   SpeculationOptions Speculation(int64_t batch, int64_t context) const {
     return {EngineOptions(static_cast<int>(batch), static_cast<int>(context)),
-            static_cast<int>(options_.speculation_tokens), options_.acceptance};
+            static_cast<int>(options_.speculation_tokens), options_.acceptance,
+            options_.draft_layer};
   }
 
   absl::StatusOr<int> RunSpeculations() {
@@ -404,11 +415,18 @@ int RunStepBench(const Invocation& invocation) {
   flags.Integers("contexts", "context lengths of the sequences", 1, 1 << 20, &o.contexts);
   flags.Choice("context-fill", {"random", "zeros"},
                "content of the contexts' caches, which no prefill computes", &o.context_fill);
+  flags.Choice("kv-dtype", {"bf16", "fp8"},
+               "form of the caches; fp8 is for latent caches, with zeros in the contexts",
+               &o.kv_dtype);
   flags.Integer("steps", "measured steps of each figure", 4, 1'000'000, &o.steps);
   flags.Integer("speculation-tokens",
                 "compare the engine without drafts and with so many in a step; 0: time steps", 0,
                 kernels::kMaxNewTokens - 1, &o.speculation_tokens);
   flags.Number("acceptance", "probability of each draft to be right", 0, 1, &o.acceptance);
+  flags.Switch(
+      "draft-layer",
+      "run the model's next-token layer too, as --speculation mtp does, without its drafts",
+      &o.draft_layer);
   flags.Switch("no-engine", "do not run the engine", &o.no_engine);
   flags.Integer("trace-steps",
                 "trace so many steps of the engine for each figure: kernels, copies, gaps, host", 0,
@@ -421,17 +439,27 @@ int RunStepBench(const Invocation& invocation) {
   flags.File("json", "write the report as JSON; without FILE, to standard output", &o.json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
   if (o.model.empty()) return Usage("--model is missing");
+  if (o.draft_layer &&
+      (o.speculation_tokens < 1 || o.speculation_tokens > kernels::kMaxDeviceDrafts)) {
+    return Usage(absl::StrCat("--draft-layer needs --speculation-tokens of 1 to ",
+                              kernels::kMaxDeviceDrafts));
+  }
+  if (o.kv_dtype == "fp8" && o.context_fill != "zeros") {
+    return Usage("--kv-dtype fp8 needs --context-fill zeros: random bytes are no packed entries");
+  }
   if (!o.trace.empty() && o.trace_steps == 0) o.trace_steps = kTraceSteps;
   if (o.prefill > 0) o.chunk = std::min(o.chunk, o.prefill);
   Report report = NewReport("step", invocation);
   report.shape = {{"batches", absl::StrJoin(o.batches, ",")},
                   {"contexts", absl::StrJoin(o.contexts, ",")},
                   {"context_fill", o.context_fill == "random" ? "random bf16 in [-1, 1)" : "zeros"},
+                  {"kv_dtype", o.kv_dtype},
                   {"steps", absl::StrCat(o.steps)}};
   if (o.speculation_tokens > 0) {
     SpeculationOptions drafts;
     drafts.draft_tokens = static_cast<int>(o.speculation_tokens);
     drafts.probability = o.acceptance;
+    drafts.draft_layer = o.draft_layer;
     report.shape.emplace_back("drafts", DraftsInWords(drafts));
   }
   const absl::StatusOr<int> status = StepBench(o, std::move(report)).Run();

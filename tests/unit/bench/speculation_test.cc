@@ -9,6 +9,7 @@
 #include "src/bench/step/speculation_report.h"
 #include "src/bench/step/speculation_run.h"
 #include "src/device/cpu/cpu_device.h"
+#include "src/model/policy_model.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/support/or_fail.h"
 
@@ -80,10 +81,14 @@ TEST_CASE("drafts of a stated probability give that many tokens a step and the s
   options.run.steps = 80;
   options.draft_tokens = 3;
   options.probability = GENERATE(0.0, 0.7, 1.0);
+  // With a next-token layer its own drafts are made too, and are not those that are verified.
+  options.draft_layer = GENERATE(false, true);
   const int total = options.run.context + EngineTokens(options.run);
   const std::unique_ptr<Device> device = OrFail(NewCpuDevice({"auto", 1}));
   Model::Options model_options;
-  model_options.directory = fixtures::SourceDir("tiny-llama");
+  model_options.directory =
+      fixtures::SourceDir(options.draft_layer ? "tiny-deepseek-mtp" : "tiny-llama");
+  if (options.draft_layer) model_options.draft_layer = Model::Options::DraftLayer::kRequired;
   model_options.load_format = "dummy";
   model_options.max_context = total;
   model_options.max_rows = 512;
@@ -93,7 +98,9 @@ TEST_CASE("drafts of a stated probability give that many tokens a step and the s
   const auto hbm = OrFail(
       PagePool::Create("hbm", model->cache_layout(),
                        OrFail(device->Allocate(MemoryKind::kDevice, bytes + 8192, "caches"))));
-  const auto policy = OrFail(NewFullPolicy(PolicyOver(device.get(), hbm.get(), kBatch, total)));
+  PolicyOptions shape = PolicyOver(device.get(), hbm.get(), kBatch, total);
+  DescribeModel(*model, &shape);
+  const auto policy = OrFail(NewFullPolicy(shape));
   const SpeculationResult result =
       OrFail(RunSpeculation(options, kBatch, device.get(), model.get(), hbm.get(), policy.get()));
   const double p = options.probability;
