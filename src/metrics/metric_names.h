@@ -243,6 +243,16 @@ inline constexpr Metric kVllmKvUsage{"vllm:kv_cache_usage_perc", Type::kGauge,
                                      "Share of the KV cache in HBM that is in use, for the kind of "
                                      "cache with the least left; 1 is all of it",
                                      ""};
+inline constexpr Metric kVllmCacheConfig{
+    "vllm:cache_config_info", Type::kGauge,
+    "Always 1; the labels have the tokens of a KV block, and how many such blocks of whole tokens, "
+    "of all layers, HBM (num_gpu_blocks) and the host KV cache (num_cpu_blocks) hold",
+    "block_size,num_gpu_blocks,num_cpu_blocks,cache_dtype,enable_prefix_caching,engine"};
+inline constexpr Metric kVllmLora{
+    "vllm:lora_requests_info", Type::kGauge,
+    "Since when the labels hold, in seconds since 1970; this engine has no adapters, so that "
+    "max_lora is 0 and the lists are empty",
+    "max_lora,running_lora_adapters,waiting_lora_adapters"};
 
 inline constexpr const Metric* kAll[] = {
     &kRequests,
@@ -305,6 +315,8 @@ inline constexpr const Metric* kAll[] = {
     &kVllmRunning,
     &kVllmWaiting,
     &kVllmKvUsage,
+    &kVllmCacheConfig,
+    &kVllmLora,
     &kVllmDrafts,
     &kVllmDraftTokens,
     &kVllmAcceptedTokens,

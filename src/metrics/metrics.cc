@@ -15,6 +15,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metric_names.h"
 
@@ -230,6 +232,10 @@ Metrics::Metrics()
   // These make names be there whatever the policy, and without speculation.
   SetSelection({.layers = {{}}});
   SetDraftTokens(1);
+  registry_
+      ->MakeGauge(names::kVllmLora,
+                  {{"max_lora", "0"}, {"running_lora_adapters", ""}, {"waiting_lora_adapters", ""}})
+      .Set(static_cast<double>(absl::ToUnixSeconds(absl::Now())));
 }
 
 Metrics::~Metrics() = default;
@@ -339,6 +345,17 @@ void Metrics::SetBuildInfo(const BuildInfo& info) {
                                       {"device", info.device},
                                       {"kernels", info.kernels},
                                       {"policy", info.policy}})
+      .Set(1);
+}
+
+void Metrics::SetCacheConfig(const CacheConfigInfo& info) {
+  registry_
+      ->MakeGauge(names::kVllmCacheConfig, {{"block_size", std::to_string(info.block_tokens)},
+                                            {"num_gpu_blocks", std::to_string(info.gpu_blocks)},
+                                            {"num_cpu_blocks", std::to_string(info.cpu_blocks)},
+                                            {"cache_dtype", info.dtype},
+                                            {"enable_prefix_caching", "False"},
+                                            {"engine", "0"}})
       .Set(1);
 }
 

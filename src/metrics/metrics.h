@@ -132,6 +132,14 @@ struct BuildInfo {
   std::string policy;
 };
 
+// The labels of vllm:cache_config_info. A block is `block_tokens` tokens of all layers.
+struct CacheConfigInfo {
+  int64_t block_tokens = 0;
+  int64_t gpu_blocks = 0;
+  int64_t cpu_blocks = 0;
+  std::string dtype;
+};
+
 class Metrics {
  private:
   struct Registry;
@@ -184,6 +192,9 @@ class Metrics {
 
   // Sets the labels of sluice_build_info. Call it once, when it is known what runs.
   void SetBuildInfo(const BuildInfo& info);
+
+  // Sets the labels of vllm:cache_config_info. Call it once, when the caches have their sizes.
+  void SetCacheConfig(const CacheConfigInfo& info);
 
   // Returns all metrics in the text exposition format, version 0.0.4.
   std::string Render() const;

@@ -195,6 +195,7 @@ absl::Status DecodeNode::StartEngine() {
   drain_ = std::make_unique<DrainControl>(drain);
   metrics_.SetBuildInfo({Version(), model_->config().name, device_->name(),
                          device_->kernels().name(), policy_->name()});
+  SetCacheConfig(hbm_->capacity_tokens(), dram_->capacity_tokens());
   memory_ready_.store(true);
   return absl::OkStatus();
 }

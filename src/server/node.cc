@@ -1,8 +1,10 @@
 #include "src/server/node.h"
 
+#include <string>
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "src/base/dtype.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
@@ -98,6 +100,13 @@ void Node::SetSize(const char* name, uint64_t bytes, const std::string& why,
                    void (Config::*set)(uint64_t)) {
   Log(LogLevel::kInfo, "memory for KV caches", {{"setting", name}, {"bytes", bytes}, {"why", why}});
   (config_.*set)(bytes);
+}
+
+void Node::SetCacheConfig(int64_t hbm_tokens, int64_t dram_tokens) {
+  const CacheKind& kind = model_->cache_layout().kinds.front();
+  metrics_.SetCacheConfig({kind.block_tokens, hbm_tokens / kind.block_tokens,
+                           dram_tokens / kind.block_tokens,
+                           std::string(DTypeName(kind.element_type))});
 }
 
 absl::Status Node::EndFailed() {

@@ -50,6 +50,9 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   metrics_.SetBuildInfo(
       {Version(), model_->config().name, device_->name(), device_->kernels().name(), ""});
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
+  const int64_t block_bytes = model_->cache_layout().BytesFor(block);
+  SetCacheConfig(static_cast<int64_t>(config_.hbm_bytes()) / block_bytes * block,
+                 static_cast<int64_t>(config_.hold_bytes()) / block_bytes * block);
   Prefiller::Options options;
   options.max_context = static_cast<uint32_t>(model_->max_context());
   options.chunk_tokens = chunk;

@@ -113,6 +113,11 @@ def test_every_name_that_an_object_refers_to_is_there(overlay):
     for scaler in of_kind(docs, "HorizontalPodAutoscaler"):
         target = scaler["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in names
+    scaled = [doc["spec"]["scaleTargetRef"] for doc in of_kind(docs, "ScaledObject")]
+    assert {(target["kind"], target["name"]) for target in scaled} <= names
+    # KEDA makes an autoscaler of its own for its target, and two of them would pull it to and fro.
+    targets = [*scaled, *(doc["spec"]["scaleTargetRef"] for doc in of_kind(docs, "HorizontalPodAutoscaler"))]
+    assert len({(target["kind"], target["name"]) for target in targets}) == len(targets)
     for binding in of_kind(docs, "RoleBinding"):
         assert ("Role", binding["roleRef"]["name"]) in names
     for monitor in of_kind(docs, "PodMonitor"):
@@ -162,6 +167,29 @@ def test_the_network_lets_through_what_the_nodes_need_and_nothing_else(overlay):
         if pod.labels == router:
             assert allowed(policies, "egress", router, nodes[0].labels, nodes[0].ports["grpc"])
             assert allowed(policies, "ingress", router, stranger, pod.ports["http"])
+
+
+def test_a_pool_has_the_decode_nodes_and_its_picker_and_gateway_reach_their_ports(overlay):
+    docs = documents(overlay)
+    policies = of_kind(docs, "NetworkPolicy")
+    for pool in of_kind(docs, "InferencePool"):
+        spec = pool["spec"]
+        chosen = [node for node in nodes_of(docs) if matches(spec["selector"], node.labels)]
+        assert {node.program for node in chosen} == {"sluice-server"}
+        picker = {"app.kubernetes.io/name": spec["endpointPickerRef"]["name"]}
+        gateway = {"gateway.networking.k8s.io/gateway-name": "inference-gateway"}
+        assert allowed(policies, "ingress", picker, gateway, spec["endpointPickerRef"]["port"]["number"])
+        for node in chosen:
+            (port,) = spec["targetPorts"]
+            assert port["number"] == node.ports["grpc"] and spec["appProtocol"] == "kubernetes.io/h2c"
+            assert allowed(policies, "ingress", node.labels, gateway, node.ports["grpc"])
+            assert not allowed(policies, "ingress", node.labels, gateway, node.ports["admin"])
+            for direction, pod, peer in (("ingress", node.labels, picker), ("egress", picker, node.labels)):
+                assert allowed(policies, direction, pod, peer, node.ports["admin"])
+                assert not allowed(policies, direction, pod, peer, node.ports["grpc"])
+            said = (ROOT / "deploy/README.md").read_text()
+            assert f"--model-server-metrics-port={node.ports['admin']}" in said and f"--pool-name={pool['metadata']['name']}" in said
+    assert overlay != "h100-pool" or of_kind(docs, "InferencePool")
 
 
 def test_the_rules_are_those_that_promtool_tests(overlay):

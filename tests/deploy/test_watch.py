@@ -73,6 +73,16 @@ def test_autoscalers_ask_for_what_the_adapter_makes_of_gauges_that_exist():
     assert asked == set(served)
 
 
+def keda_queries() -> set[str]:
+    return {trigger["metadata"]["query"] for overlay in OVERLAYS for scaler in of_kind(documents(overlay), "ScaledObject")
+            for trigger in scaler["spec"]["triggers"]}
+
+
+def test_keda_asks_for_the_gauges_of_the_autoscalers():
+    asked = {name for query in keda_queries() for name in NAME.findall(query)}
+    assert asked == {NAME.findall(rule["seriesQuery"])[0] for rule in ADAPTER["rules"]}
+
+
 def test_the_jobs_of_the_monitors_are_those_of_rules_and_dashboard():
     jobs = set()
     for overlay in OVERLAYS:
@@ -80,7 +90,7 @@ def test_the_jobs_of_the_monitors_are_those_of_rules_and_dashboard():
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         jobs |= {r["replacement"] for r in endpoint["relabelings"] if r["targetLabel"] == "job"}
     assert jobs == {"sluice", "sluice-prefill"}
-    said = [*queries().values(), *(rule["expr"] for group in RULES["groups"] for rule in group["rules"])]
+    said = [*queries().values(), *keda_queries(), *(rule["expr"] for group in RULES["groups"] for rule in group["rules"])]
     for text in said:
         for pattern in re.findall(r'job=~?"([^"]*)"', text):
             assert any(re.fullmatch(pattern, job) for job in jobs), text
@@ -181,6 +191,9 @@ def test_a_real_prometheus_scrapes_both_nodes_and_evaluates_rules_and_dashboard(
              "Selected tokens that were in HBM A"}
     for panel, query in queries().items():
         assert bool(prometheus.values(query)) or panel in quiet, (panel, query)
+    for query in keda_queries():  # the operator's Prometheus adds the namespace
+        ((_, value),) = prometheus.values(query.replace(',namespace="sluice"', ""))
+        assert value >= 0
 
 
 def test_a_node_that_dies_is_soon_an_alert(prometheus, pair):

@@ -354,11 +354,32 @@ def test_the_process_and_the_build_are_told(scene):
     assert scrape.get("process_cpu_seconds_total") > 0
 
 
+def test_endpoint_pickers_are_told_the_caches_and_that_there_are_no_adapters(scene):
+    def labels_of(node, metric):
+        scrape = Scrape(node)
+        (labels,) = [dict(have) for name, have in scrape.samples if name == metric]
+        return labels, scrape.get(metric)
+
+    # A block of vLLM's is one of every layer and head; a node's own are of one of 2 heads of one of 3 layers.
+    pools = {tier: int(Scrape(scene.node).get("sluice_tier_capacity_blocks", tier=tier)) for tier in ("hbm", "dram")}
+    labels, value = labels_of(scene.node, "vllm:cache_config_info")
+    assert value == 1 and labels == {
+        "block_size": "32", "num_gpu_blocks": str(pools["hbm"] // 6), "num_cpu_blocks": str(pools["dram"] // 6),
+        "cache_dtype": "bf16", "enable_prefix_caching": "False", "engine": "0"}
+    assert labels["num_gpu_blocks"] == str((4 << 20) // (32 * 1536))
+    labels, _ = labels_of(scene.prefill, "vllm:cache_config_info")
+    assert (labels["block_size"], labels["num_gpu_blocks"]) == ("32", str((4 << 20) // (32 * 1536)))
+    for node in (scene.node, scene.prefill):
+        labels, value = labels_of(node, "vllm:lora_requests_info")
+        assert labels == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        assert abs(time.time() - value) < 3600
+
+
 def test_exactly_the_names_of_the_header_are_exported_and_each_has_moved(scene, moved):
     assert set(Scrape(scene.node).types) == exported_names()
     if len(moved) < 10:
         pytest.skip("the causes have not run: run the whole file")
-    still = {name for name in exported_names() if not name.startswith(("process_", "sluice_build_info"))
+    still = {name for name in exported_names() if not name.startswith("process_") and not name.endswith("_info")
              and "capacity" not in name and name != "sluice_exact_limit_tokens"}
     # Preemption needs overcommit, and dropped drafts a broken model, so the tests of the engine count them; those of
     # test_speculation.py count drafts.

@@ -133,6 +133,7 @@ TEST_CASE("every metric of the header is exported with its help and type, and no
   Metrics metrics;
   metrics.Tier("dram", "kv");
   metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
+  metrics.SetCacheConfig({32, 100, 1000, "bf16"});
   metrics.SetSelection({{{1, 1, 1}}, 1, 1, 1});
   const Scrape scrape = Parse(metrics.Render());
   CHECK(scrape.types.size() == std::size(metric_names::kAll));
@@ -163,6 +164,7 @@ TEST_CASE("samples carry the labels that the header names") {
   Metrics metrics;
   metrics.Tier("hbm", "kv");
   metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
+  metrics.SetCacheConfig({32, 100, 1000, "bf16"});
   metrics.SetSelection({{{1, 1, 1}}, 1, 1, 1});
   const Scrape scrape = Parse(metrics.Render());
   for (const metric_names::Metric* metric : metric_names::kAll) {
@@ -488,6 +490,7 @@ TEST_CASE("promtool finds nothing to say about the names") {
   Metrics metrics;
   metrics.Tier("hbm", "kv");
   metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
+  metrics.SetCacheConfig({32, 100, 1000, "bf16"});
   std::FILE* pipe = popen((promtool + " check metrics").c_str(), "w");
   REQUIRE(pipe != nullptr);
   // promtool complains of colons, which are for recording rules, and of _perc, which is no unit.
@@ -497,7 +500,9 @@ TEST_CASE("promtool finds nothing to say about the names") {
     const bool vllm = absl::StrContains(line, "vllm:num_requests_running") ||
                       absl::StrContains(line, "vllm:num_requests_waiting") ||
                       absl::StrContains(line, "vllm:spec_decode_num_") ||
-                      absl::StrContains(line, "vllm:kv_cache_usage_perc");
+                      absl::StrContains(line, "vllm:kv_cache_usage_perc") ||
+                      absl::StrContains(line, "vllm:cache_config_info") ||
+                      absl::StrContains(line, "vllm:lora_requests_info");
     if (!vllm) absl::StrAppend(&text, line, "\n");
   }
   REQUIRE(std::fwrite(text.data(), 1, text.size(), pipe) == text.size());
