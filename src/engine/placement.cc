@@ -123,6 +123,7 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
     absl::MutexLock lock(&submit_mutex_);
     --waiting_count_;
     sequence.queued = now - sequence.ready;
+    sequence.stages.admitted = now - sequence.arrival;
   } else {
     sequence.preempted += now - sequence.preempted_at;
   }

@@ -86,6 +86,7 @@ struct Sequence {
   int32_t rehearsed = 0;       // rehearsals of its first decode row that were launched
   absl::Duration queued;       // from ready to its slot
   absl::Duration first_token;  // from its arrival; zero: there is none yet
+  StageTimes stages;
   absl::Time last_emit;
   std::optional<absl::Time> parked_since;
 

@@ -65,6 +65,7 @@ void EngineImpl::EndOrCompute(Sequence& sequence, absl::Status why, absl::Time n
 void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now) {
   sequence.give_up = absl::InfiniteFuture();
   sequence.ready = now;
+  sequence.stages.ready = now - sequence.arrival;
   sequence.transfer_id = std::move(ready.transfer_id);
   sequence.home = std::move(ready.home);
   sequence.hints = std::move(ready.hints);
@@ -176,6 +177,7 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   info.queued = sequence.queued;
   info.first_token = sequence.first_token;
   info.total = now - sequence.arrival;
+  info.stages = sequence.stages;
   const RequestEnd end = EndOf(info);
   parts_.metrics->requests(end.outcome, end.reason).Add();
   parts_.metrics->request_seconds.Observe(now - sequence.arrival);

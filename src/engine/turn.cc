@@ -196,6 +196,9 @@ void EngineImpl::EnterStep(uint64_t number, Step* step) {
     Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
     sequence.cached += row.rehearsal ? 0 : row.count - row.drafts;
     sequence.rehearsed += row.rehearsal ? 1 : 0;
+    if (sequence.stages.stepped == absl::InfiniteDuration()) {
+      sequence.stages.stepped = step->launched - sequence.arrival;
+    }
     sequence.last_step = number;
     ++sequence.in_flight;
     step->members.push_back(&sequence);

@@ -58,6 +58,13 @@ inline constexpr Metric kMalformedTraceHeaders{
     "Headers x-request-id, traceparent and tracestate of Generate calls that were dropped because "
     "they were malformed",
     ""};
+inline constexpr Metric kSpansExported{"sluice_otel_spans_exported_total", Type::kCounter,
+                                       "Spans that the collector of otlp_endpoint took", ""};
+inline constexpr Metric kSpansDropped{
+    "sluice_otel_spans_dropped_total", Type::kCounter,
+    "Spans that were dropped because too many waited for the collector (full), or because it "
+    "refused them or could not be reached for long (failed)",
+    "reason"};
 inline constexpr Metric kPreemptions{
     "sluice_preemptions_total", Type::kCounter,
     "Running sequences that were moved to the host KV cache to make room for others", ""};
@@ -267,6 +274,8 @@ inline constexpr const Metric* kAll[] = {
     &kSlowReaders,
     &kDroppedDrafts,
     &kMalformedTraceHeaders,
+    &kSpansExported,
+    &kSpansDropped,
     &kPreemptions,
     &kPreemptedSeconds,
     &kBatchSequences,

@@ -62,6 +62,7 @@ constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch"
                                                               "sample", "emit",   "total"};
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
 constexpr std::array<const char*, 3> kRefusalNames = {"peer", "all", "system"};
+constexpr std::array<const char*, 2> kSpanLossNames = {"full", "failed"};
 constexpr std::array<const char*, 3> kScheduleNames = {"none", "da", "dba"};
 constexpr std::array<const char*, 2> kMoverNames = {"uva", "cpu"};
 
@@ -152,6 +153,7 @@ Metrics::Metrics()
       slow_readers(registry_->MakeCounter(names::kSlowReaders)),
       dropped_drafts(registry_->MakeCounter(names::kDroppedDrafts)),
       malformed_trace_headers(registry_->MakeCounter(names::kMalformedTraceHeaders)),
+      spans_exported(registry_->MakeCounter(names::kSpansExported)),
       preemptions(registry_->MakeCounter(names::kPreemptions)),
       preempted_seconds(registry_->MakeHistogram(names::kPreemptedSeconds, LongSeconds())),
       step_sequences(registry_->MakeHistogram(names::kStepSequences, Sequences())),
@@ -192,6 +194,11 @@ Metrics::Metrics()
           kPhaseNames,
           [&](const char* name) {
             return registry_->MakeHistogram(names::kStepSeconds, ShortSeconds(), {{"phase", name}});
+          })),
+      spans_dropped_(Registry::ForEach<Counter>(
+          kSpanLossNames,
+          [&](const char* name) {
+            return registry_->MakeCounter(names::kSpansDropped, {{"reason", name}});
           })),
       batch_sequences_(registry_->MakeGauge(names::kBatchSequences)),
       vllm_running_(registry_->MakeGauge(names::kVllmRunning)),

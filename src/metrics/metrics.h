@@ -74,6 +74,9 @@ inline constexpr size_t kTokenKinds = 4;
 enum class StepPhase { kPlan, kLaunch, kCopy, kCompute, kSample, kEmit, kTotal };
 inline constexpr size_t kStepPhases = 7;
 
+// Why spans were dropped.
+enum class SpanLoss { kFull, kFailed };
+
 // The memory of one kind of cache in one tier.
 struct TierGauges {
   Gauge capacity_bytes;
@@ -156,6 +159,9 @@ class Metrics {
   const Counter& requests(RequestOutcome outcome, std::string_view reason) const;
   const Counter& reserves_refused(std::string_view reason) const;
   const Counter& pulls_failed(std::string_view reason) const;
+  const Counter& spans_dropped(SpanLoss why) const {
+    return spans_dropped_[static_cast<size_t>(why)];
+  }
   const Counter& tokens(TokenKind kind) const { return tokens_[static_cast<size_t>(kind)]; }
   const Counter& decoded_tokens(bool exact) const { return decoded_tokens_[exact ? 1 : 0]; }
   const Histogram& step_seconds(StepPhase phase) const {
@@ -208,6 +214,7 @@ class Metrics {
   const Counter slow_readers;
   const Counter dropped_drafts;
   const Counter malformed_trace_headers;
+  const Counter spans_exported;
   const Counter preemptions;
   const Histogram preempted_seconds;
   const Histogram step_sequences;
@@ -241,6 +248,7 @@ class Metrics {
   const std::array<Counter, kTokenKinds> tokens_;
   const std::array<Counter, 2> decoded_tokens_;  // false, true
   const std::array<Histogram, kStepPhases> step_seconds_;
+  const std::array<Counter, 2> spans_dropped_;  // by SpanLoss
   const Gauge batch_sequences_;
   const Gauge vllm_running_;
   const Counter selecting_rows_;

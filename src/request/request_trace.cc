@@ -53,6 +53,17 @@ std::string_view RequestTrace::trace_id() const {
   return std::string_view(traceparent).substr(kTraceIdBegin, kTraceIdEnd - kTraceIdBegin);
 }
 
+std::string_view RequestTrace::parent_id() const {
+  if (traceparent.empty()) return {};
+  return std::string_view(traceparent).substr(kParentIdBegin, kParentIdEnd - kParentIdBegin);
+}
+
+bool RequestTrace::sampled() const {
+  if (traceparent.empty()) return false;
+  const char digit = traceparent[kFlagsEnd - 1];  // the low four flags, of which it is the first
+  return ((digit <= '9' ? digit - '0' : digit - 'a' + 10) & 1) != 0;
+}
+
 bool IsExternalId(std::string_view id) {
   return !id.empty() && id.size() <= kMaxExternalIdBytes &&
          std::all_of(id.begin(), id.end(), [](char c) { return c > 0x20 && c < 0x7F; });

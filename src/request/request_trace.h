@@ -1,6 +1,6 @@
 // The names that a request has outside of this node: the id that a router gave it, and its place in
-// a distributed trace (W3C Trace Context, level 1). No span is made here, so both go on as they
-// came.
+// a distributed trace (W3C Trace Context, level 1). Both go on as they came, so the spans that
+// nodes make of a request (src/service/telemetry/) have the caller's span above them.
 #pragma once
 
 #include <string>
@@ -18,6 +18,10 @@ struct RequestTrace {
 
   // Returns 32 lower-case hex digits, or nothing.
   std::string_view trace_id() const;
+  // Returns 16 lower-case hex digits, or nothing.
+  std::string_view parent_id() const;
+  // Returns whether the caller keeps spans of the trace.
+  bool sampled() const;
 };
 inline constexpr size_t kMaxExternalIdBytes = 128;
 // The standard says "Vendors SHOULD propagate at least 512 characters". A longer tracestate is

@@ -17,6 +17,13 @@
 
 namespace sluice {
 
+// When a sequence reached its stages, as time since its arrival. Infinite: it never did.
+struct StageTimes {
+  absl::Duration ready = absl::InfiniteDuration();     // its handed-over KV was there, or given up
+  absl::Duration admitted = absl::InfiniteDuration();  // it got its slot in the running batch
+  absl::Duration stepped = absl::InfiniteDuration();   // its first step was launched
+};
+
 // How a sequence ended. A sequence has exactly one.
 struct FinishInfo {
   enum class Reason { kStop, kLength, kError };
@@ -38,6 +45,7 @@ struct FinishInfo {
   absl::Duration queued;         // time between being ready and joining the batch
   absl::Duration first_token;    // time since its arrival; zero if there was none
   absl::Duration total;          // time since its arrival
+  StageTimes stages;
 };
 
 // The engine's side, called on the engine's thread only.

@@ -38,6 +38,7 @@ class DecodeNode : public Node {
   static absl::StatusOr<std::unique_ptr<DecodeNode>> Start(const Config& config);
   ~DecodeNode() override { ClosePorts(); }
   absl::Status ServeUntil(Signals& signals) override;
+  const char* program() const override { return "sluice-server"; }
 
  private:
   explicit DecodeNode(const Config& config) : Node(config) {}

@@ -12,6 +12,7 @@
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
+#include "src/server/tracing.h"
 #include "src/service/wire/status_mapping.h"
 
 namespace sluice {
@@ -23,6 +24,10 @@ absl::Status Node::StartUp() {
   SLUICE_ASSIGN_OR_RETURN(access_log_, OpenAccessLog(config_));
   SLUICE_ASSIGN_OR_RETURN(security_, SetUpSecurity(config_));
   OnSecurity();
+  SLUICE_ASSIGN_OR_RETURN(spans_, NewSpanExporter(config_, security_.tls, program(), &metrics_));
+  if (spans_ != nullptr) {
+    tracer_ = std::make_unique<CallTracer>(spans_.get(), config_.otlp_sample_ratio());
+  }
   SLUICE_RETURN_IF_ERROR(StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(LoadModelAndMemory());
   if (absl::Status canary = RunCanary(); !canary.ok()) {
@@ -69,6 +74,7 @@ absl::Status Node::StartGrpc() {
   GrpcServer::Options options;
   options.listen = config_.listen();
   options.access_log = access_log_.get();
+  options.tracer = tracer_.get();
   options.tls = security_.tls;
   options.access = security_.access();
   options.connections = {config_.max_connections(), config_.max_connections_per_peer()};

@@ -23,6 +23,8 @@
 #include "src/service/access/access_log.h"
 #include "src/service/admin/admin_http.h"
 #include "src/service/grpc/grpc_server.h"
+#include "src/service/telemetry/call_spans.h"
+#include "src/service/telemetry/span_exporter.h"
 #include "src/service/wire/grpc_service.h"
 
 namespace sluice {
@@ -35,6 +37,8 @@ class Node {
   // Serves until `signals` says stop, lets running work finish in the time that it has, and stops.
   // Returns an error if the device failed; everything that ran has ended with it.
   virtual absl::Status ServeUntil(Signals& signals) = 0;
+  // The program's name, as traces have it.
+  virtual const char* program() const = 0;
 
  protected:
   // Callers get this long to take their last messages.
@@ -90,6 +94,8 @@ class Node {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<AccessLog> access_log_;  // null: no access log is kept
+  std::unique_ptr<SpanExporter> spans_;    // null: calls are not traced
+  std::unique_ptr<CallTracer> tracer_;     // with spans_
   std::unique_ptr<GrpcServer> grpc_;
 
  private:

@@ -29,6 +29,7 @@ class PrefillNode : public Node {
   ~PrefillNode() override { ClosePorts(); }
   // After `signals` says stop, running prompts get kGrace to finish.
   absl::Status ServeUntil(Signals& signals) override;
+  const char* program() const override { return "sluice-prefill"; }
 
  private:
   explicit PrefillNode(const Config& config) : Node(config) {}

@@ -1,8 +1,6 @@
 #include "src/service/access/access_log.h"
 
 #include <fcntl.h>
-#include <grpcpp/grpcpp.h>
-#include <grpcpp/support/server_interceptor.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -12,16 +10,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "src/base/error.h"
 #include "src/base/logging.h"
-#include "src/service/access/caller.h"
-#include "src/service/wire/status_mapping.h"
-#include "src/service/wire/trace_headers.h"
 
 namespace sluice {
 namespace {
-
-namespace ge = grpc::experimental;
 
 constexpr char kStdout[] = "-";
 
@@ -29,65 +21,6 @@ constexpr char kStdout[] = "-";
 int OpenForAppend(const std::string& path) {
   return open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0640);
 }
-
-class Recorder : public ge::Interceptor {
- public:
-  Recorder(AccessLog* log, const Access* access, ge::ServerRpcInfo* info)
-      : log_(log), access_(access), context_(info->server_context()) {
-    CallFields call;
-    call.method = info->method();
-    call.begin = absl::Now();
-    record_ = std::make_shared<CallRecord>(std::move(call));
-    KeepRecord(context_, record_);
-  }
-  // The call is over, and the code that served it has added what it knows.
-  ~Recorder() override {
-    ForgetRecord(context_);
-    CallFields call = record_->Fields();
-    call.total = absl::Now() - call.begin;
-    log_->Write(std::move(call));
-  }
-
-  void Intercept(ge::InterceptorBatchMethods* methods) override {
-    using Point = ge::InterceptionHookPoints;
-    if (methods->QueryInterceptionHookPoint(Point::POST_RECV_INITIAL_METADATA)) {
-      record_->Update([&](CallFields& call) {
-        call.peer = context_->peer();
-        call.trace = TraceOf(*context_);
-        Caller caller = CallerOf(access_, *context_);
-        call.identity = std::move(caller.identity);
-        call.tenant = std::move(caller.tenant);
-      });
-    }
-    if (methods->QueryInterceptionHookPoint(Point::PRE_SEND_STATUS)) {
-      const absl::Status status = FromGrpcStatus(methods->GetSendStatus());
-      record_->Update([&](CallFields& call) {
-        call.status = absl::StatusCodeToString(status.code());
-        if (!status.ok()) call.reason = ReasonOf(status).value_or("");
-      });
-    }
-    methods->Proceed();
-  }
-
- private:
-  AccessLog* const log_;
-  const Access* const access_;
-  const grpc::ServerContextBase* const context_;
-  std::shared_ptr<CallRecord> record_;
-};
-
-class Factory : public ge::ServerInterceptorFactoryInterface {
- public:
-  Factory(AccessLog* log, const Access* access) : log_(log), access_(access) {}
-  ge::Interceptor* CreateServerInterceptor(ge::ServerRpcInfo* info) override {
-    if (!AccessLog::Keeps(info->method())) return nullptr;
-    return new Recorder(log_, access_, info);  // gRPC owns it
-  }
-
- private:
-  AccessLog* const log_;
-  const Access* const access_;
-};
 
 }  // namespace
 
@@ -194,11 +127,6 @@ void AccessLog::ReopenIfMoved() {
   if (fd < 0) return;  // the open file stays in use, and the next try is in a second
   if (fd_ >= 0) close(fd_);
   fd_ = fd;
-}
-
-std::unique_ptr<ge::ServerInterceptorFactoryInterface> NewAccessRecorder(AccessLog* log,
-                                                                         const Access* access) {
-  return std::make_unique<Factory>(log, access);
 }
 
 }  // namespace sluice

@@ -22,13 +22,7 @@
 #include "absl/time/time.h"
 #include "src/service/wire/call_record.h"
 
-namespace grpc::experimental {
-class ServerInterceptorFactoryInterface;
-}
-
 namespace sluice {
-
-class Access;
 
 class AccessLog {
  public:
@@ -70,11 +64,5 @@ class AccessLog {
 // Returns one line without its newline. Every line has the same members, which are empty or 0 if
 // there is nothing to say.
 std::string AccessLine(const CallFields& call, uint64_t dropped);
-
-// Returns the interceptor that makes records. `log` and `access` outlive the server; `access` is
-// null if nobody is asked who he is. It must be registered last, so that the written status is the
-// one that other interceptors have made.
-std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> NewAccessRecorder(
-    AccessLog* log, const Access* access);
 
 }  // namespace sluice

@@ -112,6 +112,13 @@ absl::Status GenerateCall::Submit() {
     SLUICE_CHECK(options_.puller != nullptr);
     SLUICE_ASSIGN_OR_RETURN(start_pull, options_.puller->Begin(&request));
   }
+  NoteCall(*context_, [&](CallFields& call) {
+    call.arrived = absl::Now() - call.begin;
+    call.pulled = pulls;
+    call.max_tokens = request.sampling.max_tokens;
+    call.temperature = request.sampling.temperature;
+    call.top_p = request.sampling.top_p;
+  });
   const std::string transfer_id = request.handoff.transfer_id;
   const absl::StatusOr<SequenceId> sequence = options_.generator->Submit(std::move(request));
   if (!sequence.ok() && pulls) options_.puller->Abandon(transfer_id);

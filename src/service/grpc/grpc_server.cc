@@ -16,7 +16,7 @@
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
-#include "src/service/access/access_log.h"
+#include "src/service/access/call_recorder.h"
 #include "src/service/access/credentials.h"
 #include "src/service/grpc/connection_gate.h"
 #include "src/service/grpc/malformed_messages.h"
@@ -78,8 +78,9 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
   interceptors.push_back(NewMalformedMessages());
-  if (options.access_log != nullptr)
-    interceptors.push_back(NewAccessRecorder(options.access_log, options.access));
+  if (options.access_log != nullptr || options.tracer != nullptr) {
+    interceptors.push_back(NewCallRecorder({options.access_log, options.tracer}, options.access));
+  }
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr) return absl::InternalError("gRPC cannot start a server");

@@ -30,6 +30,7 @@ class Metrics;
 void RouteLibraryLogs();
 
 class AccessLog;
+class CallTracer;
 
 class GrpcServer {
  public:
@@ -47,6 +48,8 @@ class GrpcServer {
     // max_receive_message_bytes times the peers that send at once.
     uint64_t max_buffer_bytes = uint64_t{8} << 30;
     AccessLog* access_log = nullptr;  // outlives the server; null if no log is kept
+    // Outlives the server; null if calls are not traced.
+    const CallTracer* tracer = nullptr;
   };
   // Starts a server that health checks do not call serving yet. The error is one sentence that says
   // what address cannot be listened on and why.

@@ -111,6 +111,7 @@ void HoldingGenerator::Run(const std::shared_ptr<Prompt>& prompt) {
   options_.counts->Begun(prompt->arrived);
   FinishInfo end;
   end.queued = absl::Now() - prompt->arrived;
+  end.stages.ready = absl::ZeroDuration();
   end.prompt_tokens = static_cast<uint32_t>(prompt->request.prompt.size());
   end.status = Guarded("Generate", [&] { return Hold(*prompt, &end); });
   if (prompt->promise != nullptr && !end.status.ok() && !absl::IsCancelled(end.status)) {
@@ -158,6 +159,7 @@ absl::Status HoldingGenerator::Hold(Prompt& prompt, FinishInfo* end) {
                  options_.model_fingerprint};
   end->completion_tokens = 1;
   end->first_token = absl::Now() - prompt.arrived;
+  end->stages.admitted = end->stages.stepped = end->first_token - held->compute;
   prompt.request.sink->Emit(*held->prompt->first_token);
   return absl::OkStatus();
 }

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -35,6 +36,26 @@ class RunReactor : public grpc::ServerUnaryReactor {
  private:
   std::atomic<bool> cancelled_ = false;
 };
+
+absl::Duration FromProtoDuration(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
+}
+
+// Returns the stages of a call that has lasted for `total` and waited for `waited` for its thread.
+// A push begins with the first layer, so it lies beside the computation and ends the call.
+std::vector<CallStage> StagesOf(const v1::RunResponse& response, absl::Duration total,
+                                absl::Duration waited) {
+  const v1::RunResponse::Timings& timings = response.timings();
+  const absl::Duration began = std::min(waited + FromProtoDuration(timings.queued()), total);
+  std::vector<CallStage> stages = {{"queue", absl::ZeroDuration(), began}};
+  const absl::Duration compute = FromProtoDuration(timings.compute());
+  if (compute > absl::ZeroDuration()) {
+    stages.push_back({"first_token", began, std::min(began + compute, total)});
+  }
+  const absl::Duration push = FromProtoDuration(timings.push());
+  if (push > absl::ZeroDuration()) stages.push_back({"transfer", total - push, total});
+  return stages;
+}
 
 class PrefillService final : public v1::Prefill::CallbackService {
  public:
@@ -162,6 +183,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
       call.transfer_id = response->transfer_id();
       call.bytes = response->timings().bytes_pushed();
       call.output_tokens = response->has_first_token() ? 1 : 0;
+      call.stages = StagesOf(*response, absl::Now() - call.begin, waited);
     });
     SLUICE_RETURN_IF_ERROR(status);
     v1::RunResponse::Timings* timings = response->mutable_timings();

@@ -1,6 +1,6 @@
-// The facts about one call that the access log writes. The interceptor of access_log.h makes a
-// record for every call and writes it when the call is over. The code that serves the call adds
-// what only it knows:
+// The facts about one call that the access log and traces have. The interceptor of call_recorder.h
+// makes a record for every call and hands it on when the call is over. The code that serves the
+// call adds what only it knows:
 //
 //   NoteCall(*context, [&](CallFields& call) { call.output_tokens = 24; });
 //
@@ -10,7 +10,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -22,6 +25,12 @@ class ServerContextBase;
 }
 
 namespace sluice {
+
+// A part of a call, as times since its beginning.
+struct CallStage {
+  const char* name;  // a literal
+  absl::Duration begin, end;
+};
 
 struct CallFields {
   std::string method;  // "/sluice.v1.Decode/Generate"
@@ -38,6 +47,12 @@ struct CallFields {
   uint64_t cached_tokens = 0;
   uint64_t output_tokens = 0;
   uint64_t bytes = 0;  // bytes of caches that the call received or sent
+  // For traces only.
+  absl::Duration arrived;  // when its sequence arrived, since the call's beginning
+  bool pulled = false;     // its caches are read from another node
+  std::vector<CallStage> stages;
+  std::optional<uint32_t> max_tokens;
+  std::optional<double> temperature, top_p;
 };
 
 class CallRecord {

@@ -9,6 +9,7 @@
 #include "src/metrics/reasons.h"
 #include "src/request/request_end.h"
 #include "src/service/wire/call_record.h"
+#include "src/service/wire/call_stages.h"
 
 namespace sluice {
 
@@ -48,6 +49,7 @@ void RequestLog::NoteEnded(const grpc::ServerContextBase& context, const std::st
     call.prompt_tokens = end.prompt_tokens;
     call.cached_tokens = end.cached_tokens;
     call.output_tokens = end.completion_tokens;
+    call.stages = StagesOf(end, call.arrived, call.pulled);
   });
 }
 
