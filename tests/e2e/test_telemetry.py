@@ -10,6 +10,7 @@ from support.collector import Collector, stubs
 from support.metrics_text import Scrape, wait_for
 from support.nodes import BIN, FIXTURES, SCALE, TIMEOUT_S, error_of, free_port, greedy, run, tokens_of
 from support.pki import Pki, node_flags, token_entry, write_access
+from support.vllm_client import HOLD, answer_of, request, stub
 
 SMALL = ["--hbm-bytes", "4MiB"]
 DRAM = ["--dram-bytes", "6MiB"]
@@ -102,6 +103,27 @@ def test_a_pulled_request_has_a_pull_at_one_node_and_a_read_at_the_other(pair, c
     assert parts[:2] == ["pull", "queue"] and parts[-1] == "decode"
     read = collector.wait_for(name="pull.read", trace=trace)
     assert (read.service, read.parent) == ("sluice-prefill", parent) and read.attributes["sluice.bytes"] > 0
+
+
+def test_both_legs_of_a_gateways_request_are_in_its_trace(pair, collector):
+    decode, prefill = pair
+    trace, parent, metadata = caller()
+    name = f"legs-{trace}"
+
+    def leg(node, tokens, parameters):
+        return answer_of(stub(node).Generate(
+            request(PROMPT, {"max_tokens": tokens, "ignore_eos": True}, request_id=name,
+                    kv_transfer_params_json=parameters), timeout=TIMEOUT_S, metadata=metadata)).complete
+
+    first = leg(prefill, 1, HOLD)
+    leg(decode, 6, first.kv_transfer_params_json)
+    held = collector.wait_for(name="generate", trace=trace, service="sluice-prefill")
+    assert check_below(collector, held, trace, parent) == ["queue", "first_token", "decode"]
+    own = collector.wait_for(name="generate", trace=trace, service="sluice-server")
+    assert check_below(collector, own, trace, parent)[:2] == ["pull", "queue"]
+    for span in (held, own):
+        assert span.attributes["gen_ai.request.id"] == name
+        assert span.attributes["rpc.method"] == "vllm.grpc.engine.VllmEngine/Generate"
 
 
 def test_what_the_caller_does_not_trace_is_not_traced(pair, collector):
