@@ -261,8 +261,8 @@ inline SparseMlaParams SecondOfTwo(SparseMlaParams p) {
 // EntryBytes makes the moves.
 inline constexpr int32_t kMaxQueryPositions = 4;
 
-// What places held before rows took or stamped them, so that TakeBackResidency can undo the rows.
-// The row of position q of slot s is list s * rows + q % rows.
+// Records what places held before rows took or stamped them, so that TakeBackResidency can undo the
+// rows. The row of position q of slot s is list s * rows + q % rows.
 struct ResidencyJournal {
   int32_t* places;  // [slots][rows][capacity], in any order
   int32_t* units;   // [slots][rows][capacity]: the unit that had the place, or -1

@@ -67,7 +67,7 @@ class LatentModel : public DecoderModel {
   }
 
  private:
-  // What drafts, if that was asked for.
+  // Drafts tokens, if that was asked for; else null.
   struct DraftLayer {
     DraftWeights weights;
     Layer layer;

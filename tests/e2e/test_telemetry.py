@@ -56,7 +56,7 @@ def check_below(collector, own, trace, parent):
     for part in parts:
         assert part.trace == trace and part.service == own.service
         assert own.begin <= part.begin <= part.end
-    # What comes behind the sequence's end, such as a slow reader, is the call's alone. The clocks of engine and call are
+    # The time behind the sequence's end, such as a slow reader's, is the call's alone. The clocks of engine and call are
     # not read at once.
     assert max(part.end for part in parts) <= own.end + 5_000_000
     assert abs(time.time() - own.end / 1e9) < 3600

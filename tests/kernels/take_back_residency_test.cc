@@ -33,7 +33,7 @@ struct DraftRow {
   std::vector<int32_t> selected;
 };
 
-// What a row's lists were.
+// Holds a row's lists.
 struct RowLists {
   std::vector<int32_t> resident, arriving;
   bool operator==(const RowLists&) const = default;

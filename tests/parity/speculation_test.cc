@@ -29,7 +29,8 @@ using testing::NodeOptions;
 
 constexpr int kTokens = 40;
 
-// What nodes are compared with: drafts of a sequence in a step, and how much longer each prompt is.
+// Says what nodes are compared with: drafts of a sequence in a step, and how much longer each
+// prompt is.
 struct Case {
   int drafts = 5;
   int longer = 70;

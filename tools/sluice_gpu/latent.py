@@ -134,7 +134,7 @@ LATENT_PARTS: dict[str, list[LatentRun | ProfileRun]] = {
                   # A copy command for each row takes seconds a step.
                   LatentRun("row-copies", ("offload-naive:ratio=0.2", "offload-naive:ratio=0.2:row-copies=1"),
                             32768, 40200, batches=(1,), given_batches=True, steps=2, dram_gib=4)],
-    # Who brings the misses: the GPU by itself, or CPU threads through a ring, or the faster of both.
+    # The misses are brought by one of three: the GPU by itself, or CPU threads through a ring, or the faster of both.
     "ess-mover": [LatentRun("mover", _of("0.2", "ess", "ess:mover=cpu:mover-workers=14", "ess:mover=cpu:mover-workers=8",
                                          "ess:mover=auto:mover-workers=14", "ess:skip=1"), 32768, 40200, batches=(76,),
                             given_batches=True, most=76, distinct=2)],

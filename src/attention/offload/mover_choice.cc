@@ -18,7 +18,7 @@ using Mover = PolicyOptions::Mover;
 constexpr int64_t kRunBytes = int64_t{256} << 20;
 constexpr int kRuns = 4;        // the first of them is not counted
 constexpr int kMostMoves = 64;  // of a run
-// What a row misses in a layer, and the units among which they lie: those of a sequence.
+// The measurement lets a row miss so many units in a layer, among so many of its sequence.
 constexpr int64_t kMisses = 192;
 constexpr int64_t kSequenceUnits = 32768;
 // The CPU's rate has to be so much higher to be worth its threads.

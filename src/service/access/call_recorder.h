@@ -14,7 +14,7 @@ class Access;
 class AccessLog;
 class CallTracer;
 
-// Who reads the records. Either is null if it is off. Both outlive the server.
+// Names the readers of records. Either is null if it is off. Both outlive the server.
 struct CallReaders {
   AccessLog* log = nullptr;
   const CallTracer* tracer = nullptr;

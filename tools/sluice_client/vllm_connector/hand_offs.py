@@ -47,7 +47,7 @@ class _HandOff:
     prompt: list[int]
     wish: Wish | None
     state: _State
-    # Of the thread that reserves: set when nobody waits for it any more.
+    # The thread that reserves stops once this is set: nobody waits for it any more.
     given_up: threading.Event = field(default_factory=threading.Event)
     reservation: Future | None = None
     pusher: Pusher | None = None

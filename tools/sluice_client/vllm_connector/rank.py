@@ -105,7 +105,7 @@ class Rank:
         rank = vllm_config.parallel_config.rank % shape.ranks
         own = shape.kv_heads * shape.replicas // shape.ranks
         self._heads = (rank // shape.replicas * own, (rank // shape.replicas + 1) * own)
-        # Of ranks with the same heads the first one sends them.
+        # The first of the ranks with the same heads sends them.
         self._sends = rank % shape.replicas == 0
         self._caches: dict[str, list[LayerCache]] = {}
         self._senders: dict[str, _Sender] = {}

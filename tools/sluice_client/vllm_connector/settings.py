@@ -8,7 +8,7 @@ from sluice_client.errors import ToolError
 # The name by which vLLM, the gateway and the decode node know the connector.
 CONNECTOR = "SluiceConnector"
 _WHERE = "kv_connector_extra_config"
-# What routers of other connectors put in a request; it says nothing to this one.
+# Routers of other connectors put these into a request; they say nothing to this one.
 _FOREIGN = {"remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_request_id", "tp_size"}
 
 

@@ -49,8 +49,8 @@ class DraftRows {
     bool undoes = false;
     int32_t end = 0;  // Behind the positions of the last step's rows; 0: there was none.
   };
-  // What is to be undone, on its way to the device: int32 [slots] last positions, then [slots]
-  // rows.
+  // Holds what is to be undone, on its way to the device: int32 [slots] last positions, then
+  // [slots] rows.
   struct Staging {
     Buffer words;
     std::unique_ptr<Event> done;
