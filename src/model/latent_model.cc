@@ -67,7 +67,7 @@ class LatentModel : public DecoderModel {
   }
 
  private:
-  // Drafts tokens, if that was asked for; else null.
+  // The next-token layer, with the weights that it alone has.
   struct DraftLayer {
     DraftWeights weights;
     Layer layer;
