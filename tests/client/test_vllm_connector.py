@@ -97,6 +97,16 @@ def test_every_token_lands_once_computed(node, tokens, chunks, computed):
     assert not engine.scheduler.has_pending_push_work()
 
 
+def test_no_more_first_tokens_are_handed_over_than_a_node_takes(node):
+    engine = engine_of(node)
+    request, _ = run(engine, "r", 9, [9])
+    request.output_token_ids = list(range(40))
+    engine.scheduler.request_finished(request, [])
+    sent(engine, "r")
+    until(lambda: node.committed is not None)
+    assert [t.id for t in node.committed.first_tokens] == list(range(16))
+
+
 def test_ranks_send_their_own_heads(node):
     engine = engine_of(node, ranks=3)
     request, kv = run(engine, "r", 37, [20, 17])

@@ -30,6 +30,8 @@ _RETRIED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grp
             # The name of an earlier try of the same request may still be in use.
             grpc.StatusCode.ALREADY_EXISTS)
 _RETRY_S = 0.2
+# Output tokens that a decode node takes with a commit; a prefill leg asks vLLM for one.
+_MOST_FIRST_TOKENS = 16
 # In the ids of the prompts with which the gateway's service warms vLLM up; no decode leg comes for them.
 _WARM_UP = "smg-warmup-"
 
@@ -117,7 +119,7 @@ class HandOffs:
             return True, {"connector": CONNECTOR, "address": self._settings.advertise or self._settings.listen,
                           "source_id": hand_off.held.source_id, "prompt_digest": hand_off.held.digest,
                           "model_fingerprint": self._settings.fingerprint}
-        hand_off.outputs = list(request.output_token_ids)
+        hand_off.outputs = list(request.output_token_ids)[:_MOST_FIRST_TOKENS]
         return True, {"connector": CONNECTOR, "transfer_id": hand_off.target.transfer_id,
                       "decode": hand_off.target.decode}
 
