@@ -283,7 +283,7 @@ TEST_CASE(
   const auto sparse = PlanOf(config);
   INFO(sparse.status());
   REQUIRE(sparse.ok());
-  CHECK(sparse->draft_tokens == 0);
+  CHECK(sparse->draft_tokens == 3);
   config.set_policy("full");
   config.set_model(fixtures::ModelDir("tiny-deepseek-v32"));
   REQUIRE(PlanOf(config).ok());
