@@ -71,7 +71,7 @@ void TestSettle(const KernelTable& table, Random& random) {
       // The row is the last accepted one if every row of its sequence before it chose the draft
       // behind itself, and it did not or has none.
       bool last = slot >= 0;
-      for (size_t i = 0; i < row; ++i) {
+      for (size_t i = 0; slot >= 0 && i < row; ++i) {
         if (slots[i] == slot &&
             chosen[i] != want_history[static_cast<size_t>(slot * kStride + positions[i] + 1)]) {
           last = false;
