@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
 from engine_lab import ENGINES, Vllm  # noqa: E402
-from support.nodes import FIXTURES, SMOLLM2, Node  # noqa: E402
+from support.nodes import BIN, FIXTURES, SMOLLM2, Node, run  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +56,6 @@ def memory_comes_back(request):
 @pytest.fixture(scope="session")
 def tiny_node(tmp_path_factory):
     """A decode node of another model."""
-    from support.nodes import BIN, run
     folder = tmp_path_factory.mktemp("tiny")
     assert run(BIN / "sluice-make-fixture", "tiny-llama", folder / "model").returncode == 0
     node = Node("sluice-server", folder / "model", folder, "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB")

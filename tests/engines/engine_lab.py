@@ -1,14 +1,14 @@
 """Starts a real vLLM with the connector, and has the requests that the tests of engines send."""
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import json
 
 import requests
 from sluice.v1 import decode_pb2
@@ -110,7 +110,6 @@ class Vllm:
 
 
 def _listens(port: int) -> bool:
-    import socket
     with socket.socket() as s:
         return s.connect_ex(("127.0.0.1", port)) == 0
 

@@ -12,7 +12,7 @@ import pytest
 import requests
 from engine_lab import HANDED_OVER, Vllm, decoded
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
-from support.nodes import Node, error_of, greedy, matching_steps, tokens_of
+from support.nodes import Node, greedy, matching_steps, tokens_of
 
 # vLLM computes in bf16, so that a step whose margin is smaller may choose another token.
 MARGIN = 0.2
@@ -220,9 +220,3 @@ def test_what_cannot_be_sent_is_refused_at_the_start(smollm2, tmp_path, extra, f
     engine = Vllm(smollm2, tmp_path, extra, *flags)
     assert words in engine.refusal()
     assert engine.process.returncode != 0
-
-
-def test_error_of_a_refused_leg_reaches_the_gateways_decode_leg(decode):
-    """The facade's own test has the forms; here the node is a real one that computes such prompts itself."""
-    assert error_of(lambda: decode.decode.Generate(decode_pb2.GenerateRequest(
-        transfer_id="0" * 32, sampling=greedy(max_tokens=3)), timeout=30)).code() is grpc.StatusCode.NOT_FOUND
