@@ -206,7 +206,7 @@ def test_another_model_is_refused_by_name(smollm2, tiny_node, tmp_path, chats):
     engine = Vllm(smollm2, tmp_path, {"decode": tiny_node.address, "reserve_seconds": 1}, "--max-model-len", "2048")
     try:
         leg = engine.wait().prefill(chats[0]["ids"], HANDED_OVER)
-        assert "another model" in leg.params["error"] and "KV heads" in leg.params["error"]
+        assert "another model" in leg.params["error"] and "number of layers" in leg.params["error"]
     finally:
         engine.stop()
 
