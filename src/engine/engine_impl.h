@@ -76,6 +76,8 @@ class EngineImpl : public Engine {
   // Checks the rules between a request and its manifest.
   static absl::Status CheckManifest(const Request& request, const std::vector<int32_t>& prompt,
                                     uint32_t max_new_tokens);
+  // Logs and counts a prompt that is computed here because its caches did not arrive.
+  void NoteLocalPrefill(const Request& request, const std::string& error);
   // Returns whether this node computes a prompt for which the request names no caches.
   bool ComputesPromptOf(const Request& request) const;
   // Checks that `prompt` tokens leave space for output, and that the request does not want more

@@ -28,7 +28,18 @@ void EngineImpl::Add(std::unique_ptr<Sequence> owned, absl::Time now) {
     transfers_changed_.store(true, std::memory_order_release);
     return;
   }
+  if (!sequence.request.handoff_error.empty()) {
+    NoteLocalPrefill(sequence.request, sequence.request.handoff_error);
+  }
   BecomeReadyWithout(sequence, now);
+}
+
+void EngineImpl::NoteLocalPrefill(const Request& request, const std::string& error) {
+  Log(LogLevel::kWarn, "computing a prompt whose caches did not arrive",
+      {{"request_id", request.request_id},
+       {"prompt_tokens", request.prompt.size()},
+       {"error", error}});
+  parts_.metrics->local_prefills.Add();
 }
 
 void EngineImpl::BecomeReadyWithout(Sequence& sequence, absl::Time now) {
@@ -49,11 +60,7 @@ void EngineImpl::EndOrCompute(Sequence& sequence, absl::Status why, absl::Time n
     FinishWith(sequence, std::move(why), now);
     return;
   }
-  Log(LogLevel::kWarn, "computing a prompt whose caches did not arrive",
-      {{"request_id", request.request_id},
-       {"prompt_tokens", request.prompt.size()},
-       {"error", why.ToString()}});
-  parts_.metrics->local_prefills.Add();
+  NoteLocalPrefill(request, why.ToString());
   if (sequence.attached.has_value()) {
     parts_.transfers->Detach(*sequence.attached, /*abort_transfer=*/true);
     sequence.attached.reset();

@@ -67,7 +67,7 @@ def latent_entries(rank: int) -> ToParts:
             return latent.entry_parts(kind, rows[:, :rank], rows[:, rank:])
         if layout.is_packed(kind):
             return [np.ascontiguousarray(rows).view(np.uint8)[:, None]]
-        raise ValueError(f"vLLM's latent cache is fp8 and the decode node's is not: start it with --kv-dtype fp8")
+        raise ValueError("vLLM's latent cache is fp8 and the decode node's is not: start it with --kv-dtype fp8")
     return parts
 
 

@@ -12,7 +12,6 @@ class EngineShape:
     """What a decode node must agree on, and how the ranks divide it."""
 
     architecture: str
-    block_size: int  # tokens of one of vLLM's blocks
     layers: int
     kv_heads: int  # of all ranks; 1 for latent caches
     head_dim: int  # elements of one of them
@@ -61,8 +60,7 @@ def check_engine(vllm_config, kv_cache_config) -> EngineShape:
     replicas = ranks if latent else getattr(kv_cache_config, "kv_tp_replicas", 1)
     model = vllm_config.model_config
     return EngineShape(
-        architecture=str(getattr(model.hf_config, "model_type", "")), block_size=main.block_size,
-        layers=model.hf_config.num_hidden_layers,
+        architecture=str(getattr(model.hf_config, "model_type", "")), layers=model.hf_config.num_hidden_layers,
         kv_heads=1 if latent else main.num_kv_heads * ranks // replicas, head_dim=main.head_size,
         ranks=ranks, replicas=replicas, max_context=model.max_model_len)
 

@@ -4,7 +4,6 @@ A prompt is held from the step on that computes its end, so that a reader who ha
 its reader releases it or its lease ends. vLLM keeps its blocks for so long, and until the last reader has left.
 """
 
-import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,6 @@ from sluice_client.vllm_connector.engine import EngineShape, check_node
 from sluice_client.vllm_connector.plan import Held
 from sluice_client.vllm_connector.settings import Settings
 
-_log = logging.getLogger(__name__)
 _MOST_CHUNK_BYTES = 1 << 20
 _READERS = 16  # streams at the same time
 _CALL_S = 10.0
