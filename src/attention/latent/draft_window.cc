@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "src/attention/latent/latent_views.h"
+#include "src/attention/latent/sparse_mla_rows.h"
 #include "src/base/status_macros.h"
 #include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
@@ -126,22 +127,11 @@ void DraftWindow::AttendLatent(Stream& stream, int layer, const Params& attentio
   options_.device->kernels().NewestLists(stream, newest);
   attention.make_queries(stream);
 
-  kernels::SparseMlaParams mla{};
+  kernels::SparseMlaParams mla =
+      SparseMlaOfRows(attention, Entries(), options_.device->kernels().activation_type(), scratch_);
   mla.entries = newest.lists.units;
   mla.counts = newest.lists.counts;
   mla.capacity = window_;
-  mla.q = attention.q;
-  mla.q_type = options_.device->kernels().activation_type();
-  mla.slots = attention.slots;
-  mla.cache = Entries();
-  mla.out = attention.out;
-  mla.out_type = attention.out_type;
-  mla.scratch = scratch_.data();
-  mla.scratch_bytes = static_cast<int64_t>(scratch_.bytes());
-  mla.rows = attention.rows;
-  mla.decode_rows = attention.decode_rows;
-  mla.heads = attention.heads;
-  mla.scale = attention.scale;
   options_.device->kernels().SparseMla(stream, mla);
 }
 

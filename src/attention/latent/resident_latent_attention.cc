@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "src/attention/latent/sparse_mla_rows.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -56,7 +57,8 @@ void ResidentLatentAttention::Attend(Stream& stream, int layer,
                                      const kernels::PagedLatents& latents,
                                      const kernels::PagedIndexKeys* keys,
                                      const LatentAttention::Params& attention) {
-  kernels::SparseMlaParams mla{};
+  kernels::SparseMlaParams mla =
+      SparseMlaOfRows(attention, latents, options_.device->kernels().activation_type(), scratch_);
   if (selection_ != nullptr) {
     Stream& queries = stream.Branch(kQueryBranch);
     selection_->Select(stream, layer, *keys, attention, 0, attention.rows,
@@ -72,18 +74,6 @@ void ResidentLatentAttention::Attend(Stream& stream, int layer,
     mla.counts = counts_.as<int32_t>();
     mla.capacity = options_.max_context;
   }
-  mla.q = attention.q;
-  mla.q_type = options_.device->kernels().activation_type();
-  mla.slots = attention.slots;
-  mla.cache = latents;
-  mla.out = attention.out;
-  mla.out_type = attention.out_type;
-  mla.scratch = scratch_.data();
-  mla.scratch_bytes = static_cast<int64_t>(scratch_.bytes());
-  mla.rows = attention.rows;
-  mla.decode_rows = attention.decode_rows;
-  mla.heads = attention.heads;
-  mla.scale = attention.scale;
   options_.device->kernels().SparseMla(stream, mla);
 }
 
