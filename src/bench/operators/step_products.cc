@@ -46,6 +46,22 @@ class Matrices {
 
 int LaunchesOf(const Matrices& matrices) { return std::max(matrices.count(), 4); }
 
+// Times a product whose matrix and rows it sets in `p`, which `launch` reads.
+template <typename Params, typename Launch>
+absl::Status TimeByRows(const StepPointShape& shape, const char* name, const Matrices& matrices,
+                        Params& p, const TimePoint& time, const Launch& launch) {
+  for (const int64_t rows : shape.rows) {
+    p.rows = p.decode_rows = static_cast<int32_t>(rows);
+    StepPoint point{name, "rows", static_cast<double>(rows), LaunchesOf(matrices)};
+    point.launch = [&](Stream& stream, int number) {
+      p.w = matrices.at(number);
+      launch(stream);
+    };
+    SLUICE_RETURN_IF_ERROR(time(point));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status TimeDense(Device& device, const StepPointShape& shape, const char* name, int64_t n,
                        int64_t k, bool fp8, bool accumulates, const TimePoint& time) {
   const Matrices matrices(device, shape, n, k, fp8);
@@ -58,16 +74,8 @@ absl::Status TimeDense(Device& device, const StepPointShape& shape, const char* 
   p.x_type = device.kernels().activation_type();
   p.accumulate = accumulates;
   SLUICE_RETURN_IF_ERROR(operands.status());
-  for (const int64_t rows : shape.rows) {
-    p.rows = p.decode_rows = static_cast<int32_t>(rows);
-    StepPoint point{name, "rows", static_cast<double>(rows), LaunchesOf(matrices)};
-    point.launch = [&](Stream& stream, int number) {
-      p.w = matrices.at(number);
-      device.kernels().Linear(stream, p);
-    };
-    SLUICE_RETURN_IF_ERROR(time(point));
-  }
-  return absl::OkStatus();
+  return TimeByRows(shape, name, matrices, p, time,
+                    [&](Stream& stream) { device.kernels().Linear(stream, p); });
 }
 
 absl::Status TimeHeads(Device& device, const StepPointShape& shape, const char* name, int64_t n,
@@ -87,16 +95,8 @@ absl::Status TimeHeads(Device& device, const StepPointShape& shape, const char* 
   p.heads = static_cast<int32_t>(heads);
   p.n = static_cast<int32_t>(n);
   SLUICE_RETURN_IF_ERROR(operands.status());
-  for (const int64_t rows : shape.rows) {
-    p.rows = p.decode_rows = static_cast<int32_t>(rows);
-    StepPoint point{name, "rows", static_cast<double>(rows), LaunchesOf(matrices)};
-    point.launch = [&](Stream& stream, int number) {
-      p.w = matrices.at(number);
-      device.kernels().HeadLinear(stream, p);
-    };
-    SLUICE_RETURN_IF_ERROR(time(point));
-  }
-  return absl::OkStatus();
+  return TimeByRows(shape, name, matrices, p, time,
+                    [&](Stream& stream) { device.kernels().HeadLinear(stream, p); });
 }
 
 // Every row chooses all of the experts.
