@@ -106,6 +106,23 @@ inline std::vector<AttentionRow> MixedRows() {
   return rows;
 }
 
+// Rows of sequences with drafts: around the cuts of splits and of groups of them, alone, longer
+// than any bundle of rows that read K and V once, and apart in a sequence.
+inline std::vector<AttentionRow> DraftedRows() {
+  std::vector<AttentionRow> rows;
+  AppendRun(rows, 0, 509, 5);
+  AppendRun(rows, 1, 4094, 4);
+  rows.push_back({2, 100});
+  rows.push_back({-1, 0});
+  AppendRun(rows, 3, 0, 4);
+  AppendRun(rows, 4, 1015, 17);
+  AppendRun(rows, 5, 252, 2);
+  rows.push_back({5, 300});
+  rows.push_back({6, 700});
+  AppendRun(rows, 7, 2046, 3);
+  return rows;
+}
+
 inline std::vector<AttentionCase> AttentionCases() {
   constexpr DType kBf16 = DType::kBFloat16, kF32 = DType::kFloat32;
   return {
@@ -119,6 +136,10 @@ inline std::vector<AttentionCase> AttentionCases() {
       {"long decode, group 12, head_dim 64", 12, 1, 64, 32, kBf16, LongDecodeRows()},
       {"decode, group 16, head_dim 128", 16, 1, 128, 16, kBf16, DecodeRows()},
       {"decode, group 7, head_dim 64", 14, 2, 64, 32, kBf16, DecodeRows()},
+      {"drafts, group 4, head_dim 128", 8, 2, 128, 32, kBf16, DraftedRows()},
+      {"drafts, group 5, head_dim 64", 5, 1, 64, 16, kBf16, DraftedRows()},
+      {"drafts, group 1, head_dim 128", 2, 2, 128, 32, kBf16, DraftedRows()},
+      {"drafts, group 8, head_dim 128", 8, 1, 128, 32, kBf16, DraftedRows()},
       {"mixed, group 3", 9, 3, 64, 32, kBf16, MixedRows()},
       {"mixed, group 1", 2, 2, 32, 48, kBf16, MixedRows()},
       {"mixed, group 8, head_dim 128", 8, 1, 128, 32, kBf16, MixedRows()},

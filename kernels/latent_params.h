@@ -136,7 +136,8 @@ struct IndexLogitsParams {
   int64_t score_stride;  // >= the longest row's position + 1
   int32_t rows;
   int32_t heads;
-  int32_t spare_processors;  // as in SparseMlaParams
+  int32_t spare_processors;   // as in SparseMlaParams
+  int32_t sequence_rows = 1;  // as in AttentionParams
 };
 
 // Prepares the queries of attention: rotates each head's RoPE part into its position behind the

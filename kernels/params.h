@@ -218,6 +218,9 @@ struct AttentionParams {
   int32_t heads;
   float scale;
   DType out_type;
+  // The decode rows that a sequence may have in a step: more than one where drafts are verified. A
+  // kernel may read K and V once for neighbouring rows of a sequence, to the same bits.
+  int32_t sequence_rows = 1;
 };
 
 // Merges `parts` partial results of disjoint token sets into one:

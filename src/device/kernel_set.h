@@ -45,6 +45,7 @@ struct AttentionShape {
   int32_t kv_heads;
   int32_t head_dim;
   int32_t max_context;
+  int32_t sequence_rows = 1;  // as in AttentionParams
 };
 
 // Weights in the form in which the kernels read them.

@@ -16,6 +16,7 @@ DecoderModel::DecoderModel(const Options& options, const ModelConfig& config, Ca
       max_context_(options.max_context > 0 ? options.max_context : config.max_position_embeddings),
       max_rows_(options.max_rows),
       max_logits_(options.max_logits),
+      sequence_rows_(options.sequence_rows),
       device_(device),
       kernels_(device->kernels()),
       ops_(&device->kernels()),

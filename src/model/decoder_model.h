@@ -73,6 +73,7 @@ class DecoderModel : public Model {
   const int max_context_;
   const int max_rows_;
   const int max_logits_;
+  const int sequence_rows_;
   Device* const device_;
   KernelSet& kernels_;
   const LayerOperators ops_;

@@ -164,7 +164,7 @@ absl::Status DenseModel::AllocateLayers(Workspace& workspace) {
   }
   const int64_t entry = int64_t{config_.heads} * (config_.head_dim + 1) * 4;
   partial_rows_ = kernels_.AttentionScratchBytes({max_logits_, config_.heads, config_.kv_heads,
-                                                  config_.head_dim, max_context_}) /
+                                                  config_.head_dim, max_context_, sequence_rows_}) /
                   entry;
   return workspace.Allocate(&partial_, partial_rows_, entry, "partial attention results");
 }
@@ -285,6 +285,7 @@ void DenseModel::Attend(Stream& stream, int layer, const StepInputs& in, RowRang
   params.heads = config_.heads;
   params.scale = AttentionScale();
   params.out_type = kernels_.activation_type();
+  params.sequence_rows = sequence_rows_;
   attention.Attend(stream, layer, params);
   ops_.Product(stream, params.out, w.o, w.o_bias, Residual(rows), rows.count, rows.decode,
                /*accumulate=*/true);

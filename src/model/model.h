@@ -77,9 +77,10 @@ class Model {
     std::function<absl::StatusOr<std::unique_ptr<WeightSource>>(const ModelConfig&)> weights;
     DType kv_dtype = DType::kBFloat16;
     int block_tokens = 32;
-    int max_context = 0;  // 0: what the config allows
-    int max_rows = 512;   // maximum rows in a step
-    int max_logits = 32;  // maximum logit rows in a step
+    int max_context = 0;    // 0: what the config allows
+    int max_rows = 512;     // maximum rows in a step
+    int max_logits = 32;    // maximum logit rows in a step
+    int sequence_rows = 1;  // maximum decode rows of a sequence in a step: 1 + its draft tokens
     // False: no policy that looks ahead will run, and its state takes no memory.
     bool look_ahead = true;
     // Whether the checkpoint's layer that drafts is loaded (tensor_list.h: DraftTensors): never, if

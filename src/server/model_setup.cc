@@ -144,6 +144,7 @@ absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows
   options.max_context = static_cast<int>(config.max_context());
   options.max_rows = max_rows;
   options.max_logits = max_logits;
+  options.sequence_rows = 1 + DraftTokensOf(config);
   options.look_ahead = config.policy() != "full";
   options.draft_layer = DraftLayerOf(config);
   return options;

@@ -87,7 +87,7 @@ class AttentionFixture {
   // Runs both phases over rows [first, first + rows); the case's first `decode_rows` rows are
   // decode rows.
   Result Run(const KernelTable& path, int32_t first, int32_t rows, int32_t decode_rows,
-             int64_t partial_rows, int workers, bool threads = false) {
+             int64_t partial_rows, int workers, bool threads = false, int32_t sequence_rows = 1) {
     Result result{Guarded<float>(rows * width_), Guarded<float>(int64_t{rows} * case_.heads)};
     Guarded<float> partial(partial_rows * case_.heads * (case_.head_dim + 1));
     Guarded<int32_t> slots(rows), positions(rows);
@@ -108,7 +108,8 @@ class AttentionFixture {
                                std::clamp(decode_rows - first, 0, rows),
                                case_.heads,
                                1.0f / std::sqrt(static_cast<float>(case_.head_dim)),
-                               DType::kFloat32};
+                               DType::kFloat32,
+                               sequence_rows};
     threads ? RunThreads(path.attention, p, workers) : RunWorkers(path.attention, p, workers);
     RunWorkers(path.attention_merge, p, workers);
     CHECK(result.out.Damage() == "");
@@ -186,6 +187,23 @@ void TestAttentionSharing(const KernelTable& path, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("attention has the same bits with any workers and any partial scratch",
                           TestAttentionSharing)
+
+void TestAttentionOfDrafts(const KernelTable& path, Random& random) {
+  ForEachCase(random, [&](const AttentionCase& c, auto& fixture) {
+    const Result want = fixture.Run(path, 0, fixture.rows(), fixture.rows(), kNoPartial, 1);
+    // As many rows of a sequence as a GPU takes at once need up to 16 times the room for splits.
+    for (int64_t partial_rows : {kNoPartial, AmplePartial(path, c), 16 * AmplePartial(path, c)}) {
+      for (int32_t sequence_rows : {2, 4, 16}) {
+        INFO(sequence_rows << " rows a sequence, " << partial_rows << " partial rows");
+        CheckSame(fixture.Run(path, 0, fixture.rows(), fixture.rows(), partial_rows, 2,
+                              /*threads=*/false, sequence_rows),
+                  want, c);
+      }
+    }
+  });
+}
+SLUICE_TEST_ON_EVERY_PATH("rows of a sequence's drafts have the bits of rows that are read apart",
+                          TestAttentionOfDrafts)
 
 // Holds rows [first, first + rows), computed by themselves, to the same rows of `all`.
 template <typename Fixture>

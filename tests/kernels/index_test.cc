@@ -218,6 +218,10 @@ std::vector<AttentionRow> LogitsRows() {
   }
   // These are rows of a prompt.
   AppendRun(rows, 11, 300, 9);
+  // These are rows of drafts, across the cut of a tile, and one behind a gap.
+  AppendRun(rows, 10, 62, 4);
+  rows.push_back({10, 70});
+  AppendRun(rows, 9, 126, 3);
   return rows;
 }
 
@@ -246,7 +250,7 @@ class LogitsFixture {
   }
 
   Guarded<float> Run(const KernelTable& table, int64_t first, int64_t rows, int workers,
-                     bool threads = false) {
+                     bool threads = false, int32_t sequence_rows = 1) {
     Guarded<float> scores(rows * stride_);
     const IndexLogitsParams p = {.q = q_.data() + first * case_.heads * kIndexDim * SizeOf(q_type_),
                                  .weights = weights_.data() + first * case_.heads,
@@ -257,7 +261,8 @@ class LogitsFixture {
                                  .score_stride = stride_,
                                  .rows = static_cast<int32_t>(rows),
                                  .heads = case_.heads,
-                                 .spare_processors = workers - 1};
+                                 .spare_processors = workers - 1,
+                                 .sequence_rows = sequence_rows};
     threads ? RunThreads(table.index_logits, p, workers)
             : RunWorkers(table.index_logits, p, workers);
     CHECK(scores.Damage() == "");
@@ -311,7 +316,7 @@ void TestIndexLogitsPrompts(const KernelTable& table, Random& random) {
   LogitsFixture f(c, random);
   const auto want = f.Run(Reference(), 0, f.rows(), 1);
   for (int run = 0; run < (IsCuda(table) ? 20 : 1); ++run) {
-    const auto got = f.Run(table, 0, f.rows(), 3);
+    const auto got = f.Run(table, 0, f.rows(), 3, false, run % 2 == 0 ? 1 : kMaxNewTokens);
     CHECK(Difference(got.span(), want.span(), IsCuda(table) ? 2e-3 : 5e-6, f.stride()) == "");
   }
 }
@@ -327,6 +332,13 @@ void TestIndexLogitsBits(const KernelTable& table, Random& random) {
       INFO(workers << " workers");
       const auto shared = f.Run(table, 0, f.rows(), workers, true);
       CHECK(BitDifference(shared.span(), all.span(), f.stride()) == "");
+    }
+    for (int32_t sequence_rows : {2, 16}) {
+      INFO(sequence_rows << " rows a sequence");
+      for (int workers : {1, 3, 120}) {
+        const auto together = f.Run(table, 0, f.rows(), workers, false, sequence_rows);
+        CHECK(BitDifference(together.span(), all.span(), f.stride()) == "");
+      }
     }
     for (int64_t r = 0; r < f.rows(); ++r) {
       INFO("row " << r << " alone");

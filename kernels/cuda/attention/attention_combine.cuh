@@ -1,4 +1,4 @@
-// Decode attention's second kernel: it combines the results of (row, KV head)s that several
+// Decode attention's second kernel: it combines the results of (bundle, KV head)s that several
 // blocks of the first kernel shared.
 #pragma once
 
@@ -7,12 +7,15 @@
 
 namespace sluice::kernels::cuda {
 
-inline constexpr int kCombineWarps = 16;  // and the maximum number of query heads per KV head
+inline constexpr int kCombineWarps =
+    16;  // and the maximum number of a bundle's query heads per KV head
 
-// Writes element `d` of the result of query head `head` of row `row`.
-__device__ inline void WriteResult(const AttentionParams& p, int row, int head, int d,
-                                   const Softmax& softmax, float o) {
-  const int64_t item = int64_t{row} * p.heads + head;
+// Writes element `d` of the result of query head `head`, of those that the bundle from row
+// `first_row` on has for a KV head.
+__device__ inline void WriteResult(const AttentionParams& p, int first_row, int kv_head, int head,
+                                   int d, const Softmax& softmax, float o) {
+  const int group = p.heads / p.cache.kv_heads, row = head / group;
+  const int64_t item = int64_t{first_row + row} * p.heads + kv_head * group + (head - row * group);
   const float value = o / softmax.l;
   if (p.out_type == DType::kFloat32) {
     StoreAs(static_cast<float*>(p.out) + item * p.cache.head_dim + d, value);
@@ -23,7 +26,7 @@ __device__ inline void WriteResult(const AttentionParams& p, int row, int head, 
 }
 
 // Folds the partial results that the blocks of DecodeKernel left in `partial`. The grid has as
-// many blocks as DecodeKernel's; the second of the blocks that share a (row, KV head) combines
+// many blocks as DecodeKernel's; the second of the blocks that share a (bundle, KV head) combines
 // it. Its warps take a query head each and, if there are fewer heads than warps, every `parts`-th
 // group of splits.
 template <int dim>
@@ -36,7 +39,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   LetNextKernelStart();
-  MakePlan(p, plan);
+  MakePlan(p, shape, plan);
   const WorkRange range(plan, p, shape, blocks);
   const int begin = range.EvenBegin(block);
   int row = 0, first = 0;
@@ -49,7 +52,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   }();
   const int splits = shared_row ? range.Splits(row) : 0;
   const int groups = (splits + kGroupSplits - 1) / kGroupSplits;
-  const int heads = p.heads / p.cache.kv_heads;  // at most kCombineWarps
+  const int group = p.heads / p.cache.kv_heads, entry_heads = group * shape.bundle_rows;
+  const int heads = shared_row ? group * range.Rows(row) : group;  // at most kCombineWarps
   const int parts = kCombineWarps / heads, head = warp % heads, part = warp / heads;
 
   // Entries of this warp's group: one entry, or one for each split.
@@ -87,8 +91,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
       float from_o[kGroupSplits][kLaneElements];
 #pragma unroll
       for (int s = 0; s < kGroupSplits; ++s) {
-        const float* entry = p.partial + entries[s] * EntryFloats(heads, dim);
-        from[s] = {entry[heads * dim + head], entry[heads * (dim + 1) + head]};
+        const float* entry = p.partial + entries[s] * EntryFloats(entry_heads, dim);
+        from[s] = {entry[entry_heads * dim + head], entry[entry_heads * (dim + 1) + head]};
 #pragma unroll
         for (int i = 0; i < kLaneElements; ++i) from_o[s][i] = entry[head * dim + i * 32 + lane];
       }
@@ -97,7 +101,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
 #pragma unroll
       for (int s = 0; s < kGroupSplits; ++s) {
         Softmax folded = state;
-        const FoldWeights weights = Fold(folded, from[s]);
+        const FoldWeights weights = Fold</*may_be_empty=*/true>(folded, from[s]);
         state.m = s < count ? folded.m : state.m;
         state.l = s < count ? folded.l : state.l;
 #pragma unroll
@@ -112,7 +116,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
     __syncthreads();
     for (int g = 0; part == 0 && g < min(parts, groups - base); ++g) {
       const int w = g * heads + head;
-      const FoldWeights weights = Fold(total, group_state[w]);
+      const FoldWeights weights = Fold</*may_be_empty=*/true>(total, group_state[w]);
 #pragma unroll
       for (int i = 0; i < kLaneElements; ++i) {
         total_o[i] = Fold(weights, total_o[i], group_o[w][i * 32 + lane]);
@@ -124,7 +128,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   const int kv_head = (first - range.FirstUnit(row)) / splits;
 #pragma unroll
   for (int i = 0; i < kLaneElements; ++i) {
-    WriteResult(p, row, kv_head * heads + head, i * 32 + lane, total, total_o[i]);
+    WriteResult(p, row, kv_head, head, i * 32 + lane, total, total_o[i]);
   }
 }
 

@@ -61,14 +61,14 @@ __device__ PartialState<dim> AddWarps(const DecodeShared<dim>& shared, int heads
     const int index = split.Index(i), head = index / dim;
     if (head >= heads) break;
     const int column = DecodeShared<dim>::Column(head, index % dim);
-    // The first warp has the split's first token, so that m is finite.
     float m = shared.states[0][head].m;
 #pragma unroll
     for (int w = 1; w < kDecodeWarps; ++w) m = fmaxf(m, shared.states[w][head].m);
+    const float base = FiniteBase(m);  // a bundle's shorter rows may have no token of the split
     float l = 0, o = 0;
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
-      const float weight = Exp2(shared.states[w][head].m - m);
+      const float weight = Exp2(shared.states[w][head].m - base);
       l = fmaf(shared.states[w][head].l, weight, l);
       o = fmaf(shared.sums[(w * heads + head) * dim + column], weight, o);
     }
@@ -78,7 +78,8 @@ __device__ PartialState<dim> AddWarps(const DecodeShared<dim>& shared, int heads
   return split;
 }
 
-template <int dim, int tiles>
+// Without `bundles`, shape.bundle_rows is 1.
+template <int dim, int tiles, bool bundles>
 __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
     DecodeKernel(const __grid_constant__ AttentionParams p,
                  const __grid_constant__ CUtensorMap cache, DecodeShape shape) {
@@ -88,13 +89,14 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   const int group = p.heads / p.cache.kv_heads;
+  const int entry_heads = bundles ? group * shape.bundle_rows : group;
 
   LetNextKernelStart();
   if (threadIdx.x == 0) PrefetchMap(&cache);
   if (lane < Shared::kStages) InitBarrier(SharedAddress(&shared.landed[warp][lane]), 1);
   PublishBarriers();
   // Slots, positions and block tables are copied to the device before a step's kernels.
-  MakePlan(p, shared.plan);
+  MakePlan(p, shape, shared.plan);
   const WorkRange range(shared.plan, p, shape, blocks);
   const int begin = range.Begin(block), end = range.Begin(block + 1);
   SliceCursor ahead, at;
@@ -136,12 +138,12 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
   }
   if (!waited) WaitForPriorKernels();
 
-  WarpAttention<dim, tiles> attention;
+  WarpAttention<dim, tiles, bundles> attention;
   PartialState<dim> group_state[tiles], row_state[tiles];
   for (int unit = begin; unit < end; ++unit) {
     if (unit == begin || at.split == 0) {
       const float* q = p.q + at.row * p.q_stride + int64_t{at.head} * group * dim;
-      attention.LoadQuery(q, group, p.scale * kLog2E, lane);
+      attention.LoadQuery(q, p.q_stride, at.rows, group, p.scale * kLog2E, lane);
 #pragma unroll
       for (int tile = 0; tile < tiles; ++tile) {
         group_state[tile].Clear();
@@ -175,11 +177,12 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
     float* const entry =
         p.partial + (int64_t{2 * block + (begin < head_unit ? 1 : 0)} * shape.fragment_entries +
                      (in_group ? number : fragment.SplitEntry(at.split))) *
-                        EntryFloats(group, dim);
+                        EntryFloats(entry_heads, dim);
 #pragma unroll
     for (int tile = 0; tile < tiles; ++tile) {
-      const int heads = min(group - tile * kTileHeads, kTileHeads), elements = heads * dim;
       const int first = tile * kTileHeads;
+      const int in_unit = bundles ? at.rows * group : group;
+      const int heads = min(in_unit - first, kTileHeads), elements = heads * dim;
       __syncthreads();  // the last reader of `sums` is done
       attention.HandOver(tile, shared.sums + warp * heads * dim, shared.states[warp], heads, lane);
       __syncthreads();
@@ -191,8 +194,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
         group_state[tile].Clear();
       }
       if (!fragment.HasAll()) {
-        StoreEntry(result, elements, entry + first * dim, entry + group * dim + first,
-                   entry + group * (dim + 1) + first);
+        StoreEntry(result, elements, entry + first * dim, entry + entry_heads * dim + first,
+                   entry + entry_heads * (dim + 1) + first);
         continue;
       }
       row_state[tile].Add(result, elements);
@@ -201,7 +204,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
       for (int i = 0; i < PartialState<dim>::kElements; ++i) {
         const int index = result.Index(i);
         if (index >= elements) break;
-        WriteResult(p, at.row, at.head * group + first + index / dim, index % dim,
+        WriteResult(p, at.row, at.head, first + index / dim, index % dim,
                     row_state[tile].softmax[i], row_state[tile].o[i]);
       }
     }
@@ -220,13 +223,20 @@ int DecodeBlocks() {
   return kBlocksPerSm * processors;
 }
 
-template <int dim, int tiles>
+// Returns the rows of a bundle: as many as one tile of heads takes. (With two tiles the kernel
+// spills registers, and four rows took as long as 2.2 bundles of two.)
+int32_t BundleRows(int32_t group, int32_t sequence_rows) {
+  return std::max(std::min(kTileHeads / group, sequence_rows), 1);
+}
+
+template <int dim, int tiles, bool bundles = false>
 cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.heads / p.cache.kv_heads, blocks = DecodeBlocks();
-  const size_t shared = DecodeShared<dim>::Bytes(group);
-  cudaError_t error =
-      cudaFuncSetAttribute(DecodeKernel<dim, tiles>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(DecodeShared<dim>::Bytes(kTileHeads)));
+  const int bundle_rows = BundleRows(group, p.sequence_rows), entry_heads = group * bundle_rows;
+  const size_t shared = DecodeShared<dim>::Bytes(entry_heads);
+  cudaError_t error = cudaFuncSetAttribute(DecodeKernel<dim, tiles, bundles>,
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(DecodeShared<dim>::Bytes(kTileHeads)));
   if (error != cudaSuccess) return error;
   // Both kernels ask for the same split of an SM's memory: changing it between kernels drains the
   // SM.
@@ -234,7 +244,7 @@ cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
                                cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
   const int64_t floats = p.partial_rows * p.heads * (dim + 1);
-  const int64_t entries = floats / (int64_t{2} * blocks * EntryFloats(group, dim));
+  const int64_t entries = floats / (int64_t{2} * blocks * EntryFloats(entry_heads, dim));
   CUtensorMap cache;
   const int32_t rows = std::numeric_limits<int32_t>::max();  // as far as the block tables reach
   error = MakeTileMap(p.cache.base, rows, dim, kSliceTokens, &cache);
@@ -243,7 +253,7 @@ cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
   const DecodeShape shape = {
       static_cast<int32_t>(std::min<int64_t>(entries, 1 << 20)),
       static_cast<uint32_t>(((int64_t{1} << 32) + p.cache.block_tokens - 1) / p.cache.block_tokens),
-      static_cast<int32_t>(p.cache.page_bytes / (2 * dim))};
+      static_cast<int32_t>(p.cache.page_bytes / (2 * dim)), bundle_rows};
   for (int32_t r = 0; r < p.rows; r += kPlanRows) {
     some.q = p.q + r * p.q_stride;
     some.slots = p.slots + r;
@@ -251,7 +261,7 @@ cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
     some.out = static_cast<char*>(p.out) + int64_t{r} * p.heads * dim * SizeOf(p.out_type);
     some.lse = p.lse == nullptr ? nullptr : p.lse + int64_t{r} * p.heads;
     some.rows = std::min(p.rows - r, kPlanRows);
-    cudaError_t launched = LaunchKernel(DecodeKernel<dim, tiles>, dim3(blocks),
+    cudaError_t launched = LaunchKernel(DecodeKernel<dim, tiles, bundles>, dim3(blocks),
                                         dim3(kDecodeThreads), shared, stream, some, cache, shape);
     if (launched == cudaSuccess && shape.fragment_entries > 0) {
       launched = LaunchKernel(CombineKernel<dim>, dim3(blocks), dim3(32 * kCombineWarps), 0, stream,
@@ -265,22 +275,26 @@ cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
 }  // namespace
 
 int64_t AttentionScratchBytes(int32_t max_decode_rows, int32_t heads, int32_t kv_heads,
-                              int32_t head_dim, int32_t max_context) {
+                              int32_t head_dim, int32_t max_context, int32_t sequence_rows) {
   if (max_decode_rows <= 0 || kv_heads <= 0) return 0;
   if (!HasFastShape(heads / kv_heads, head_dim)) return 0;
   const int64_t splits = (int64_t{max_context} + kSplitTokens - 1) / kSplitTokens;
   const int64_t entries = 2 * DecodeBlocks() * FragmentEntries(splits);
-  const int64_t bytes = entries * EntryFloats(heads / kv_heads, head_dim) * int64_t{sizeof(float)};
+  const int32_t group = heads / kv_heads, entry_heads = group * BundleRows(group, sequence_rows);
+  const int64_t bytes = entries * EntryFloats(entry_heads, head_dim) * int64_t{sizeof(float)};
   // The result covers whole rows of AttentionParams::partial.
   const int64_t row = int64_t{heads} * (head_dim + 1) * int64_t{sizeof(float)};
   return (bytes + row - 1) / row * row;
 }
 
 cudaError_t LaunchDecodeAttention(const AttentionParams& p, cudaStream_t stream) {
-  const bool two_tiles = p.heads / p.cache.kv_heads > kTileHeads;
+  const int32_t group = p.heads / p.cache.kv_heads;
+  const bool two_tiles = group > kTileHeads, bundles = BundleRows(group, p.sequence_rows) > 1;
   if (p.cache.head_dim == 128) {
+    if (bundles) return Launch<128, 1, true>(p, stream);
     return two_tiles ? Launch<128, 2>(p, stream) : Launch<128, 1>(p, stream);
   }
+  if (bundles) return Launch<64, 1, true>(p, stream);
   return two_tiles ? Launch<64, 2>(p, stream) : Launch<64, 1>(p, stream);
 }
 

@@ -12,7 +12,8 @@
 // 8 bits of the queries' mantissas and rows 8-15 the next 8. The sum of both products, which one
 // thread holds, is the score to about 2^-17 of |q||k|. The softmax weights are split likewise
 // before they are multiplied by V. So bf16 tensor cores give nearly float32 results, with rows
-// that would be idle otherwise.
+// that would be idle otherwise. The query heads of a bundle's rows (attention_plan.cuh) are heads
+// of its tiles alike, each with the tokens up to its row's position.
 #pragma once
 
 #include "kernels/cuda/attention/attention_plan.cuh"
@@ -59,16 +60,18 @@ struct DecodeShared {
 
 // Walks the slices of one warp in a block's range, kWarpSlices per split.
 struct SliceCursor {
-  int row, head, split, splits, slice;
-  int slot, position;
-  int left;      // splits left, including this one
-  int32_t page;  // page of the slice; used by the cursor that copies
+  int row, rows;  // the bundle: its first row, and how many
+  int head, split, splits, slice;
+  int slot, position;  // of the bundle's last row
+  int left;            // splits left, including this one
+  int32_t page;        // page of the slice; used by the cursor that copies
 
   __device__ void Enter(const AttentionParams& p, const WorkRange& range, int new_row) {
     row = new_row;
+    rows = range.Rows(row);
     splits = range.Splits(row);
     slot = p.slots[row];
-    position = p.positions[row];
+    position = p.positions[row + rows - 1];
   }
   __device__ void Start(const AttentionParams& p, const WorkRange& range, int begin, int end) {
     left = end - begin;
@@ -111,15 +114,16 @@ struct PartialState {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       if (Index(i) >= elements) break;
-      const FoldWeights weights = Fold(softmax[i], from.softmax[i]);
+      const FoldWeights weights = Fold</*may_be_empty=*/true>(softmax[i], from.softmax[i]);
       o[i] = Fold(weights, o[i], from.o[i]);
     }
   }
   __device__ static int Index(int i) { return static_cast<int>(threadIdx.x) + i * kDecodeThreads; }
 };
 
-// The part of the kernel that one warp does alone: tiles of scores and their weighted values.
-template <int dim, int tiles>
+// The part of the kernel that one warp does alone: tiles of scores and their weighted values. With
+// `bundles`, heads may be those of several rows.
+template <int dim, int tiles, bool bundles = false>
 struct WarpAttention {
   using Shared = DecodeShared<dim>;
   static constexpr int kSteps = dim / 16;
@@ -127,15 +131,20 @@ struct WarpAttention {
   uint32_t query[tiles][kSteps][4];  // A operands: rows 0-7 upper parts, rows 8-15 lower parts
   float o[tiles][dim / 8][4];
   Softmax state[tiles];  // state of query head lane / 4; l is this lane's share
+  int behind[tiles];     // tokens by which that head's row ends before the bundle's last one
 
-  // Loads the queries of `group` heads, times scale and log2(e), with zeros for the tile's other
-  // rows. All loads start before the first is used.
-  __device__ void LoadQuery(const float* q, int group, float scale, int lane) {
+  // Loads the queries of a bundle of `rows` rows of `group` heads, times scale and log2(e), with
+  // zeros for the tile's other rows. `q` are those of the first row, and the next row's lie
+  // `stride` behind. All loads start before the first is used.
+  __device__ void LoadQuery(const float* q, int64_t stride, int rows, int group, float scale,
+                            int lane) {
 #pragma unroll
     for (int tile = 0; tile < tiles; ++tile) {
-      const int head = tile * kTileHeads + lane / 4;
-      const float* from = q + min(head, group - 1) * dim + 2 * (lane % 4);
-      const float factor = head < group ? scale : 0.0f;
+      const int head = tile * kTileHeads + lane / 4, known = min(head, rows * group - 1);
+      const int row = bundles ? known / group : 0;
+      behind[tile] = rows - 1 - row;
+      const float* from = q + row * stride + (known - row * group) * dim + 2 * (lane % 4);
+      const float factor = head < rows * group ? scale : 0.0f;
       float2 v[2 * kSteps];
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) v[i] = *reinterpret_cast<const float2*>(from + i * 8);
@@ -159,7 +168,8 @@ struct WarpAttention {
     }
   }
 
-  // Adds the slice at `keys` (a shared address). Tokens from `valid` on do not count.
+  // Adds the slice at `keys` (a shared address). Tokens from `valid` on do not count for the
+  // bundle's last row; an earlier row has fewer.
   __device__ void AddSlice(uint32_t keys, int valid, int lane) {
     const uint32_t values = keys + Shared::kHalfSlice;
     float even[tiles][2][4] = {}, odd[tiles][2][4] = {};  // two chains each, for half the latency
@@ -180,7 +190,8 @@ struct WarpAttention {
     uint32_t weights[tiles][4];
 #pragma unroll
     for (int tile = 0; tile < tiles; ++tile) {
-      Weigh(tile, even[tile], odd[tile], valid, lane, weights[tile]);
+      const int of_head = bundles ? valid - behind[tile] : valid;
+      Weigh(tile, even[tile], odd[tile], of_head, lane, weights[tile]);
     }
     const int row = lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
@@ -230,12 +241,13 @@ struct WarpAttention {
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
     const float m = fmaxf(state[tile].m, largest);
-    const float keep = Exp2(state[tile].m - m);
+    const float base = bundles ? FiniteBase(m) : m;
+    const float keep = Exp2(state[tile].m - base);
     state[tile].m = m;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) score[j][i] = Exp2(score[j][i] - m);
+      for (int i = 0; i < 2; ++i) score[j][i] = Exp2(score[j][i] - base);
     }
     const float sum = (score[0][0] + score[0][1]) + (score[1][0] + score[1][1]);
     state[tile].l = fmaf(state[tile].l, keep, sum);

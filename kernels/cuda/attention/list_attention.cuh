@@ -256,8 +256,9 @@ __device__ __forceinline__ void AttendToList(const SparseAttentionParams& p, con
   WarpAttention<dim, tiles> attention;
   attention.Clear();
   if (first < tokens) {
-    attention.LoadQuery(p.q + list.row * p.q_stride + int64_t{list.kv_head} * group * dim, group,
-                        p.scale * kLog2E, lane);
+    attention.LoadQuery(p.q + list.row * p.q_stride + int64_t{list.kv_head} * group * dim,
+                        p.q_stride,
+                        /*rows=*/1, group, p.scale * kLog2E, lane);
   }
   int stage = 0;
   for (int at = first; at < tokens; at += kStep) {

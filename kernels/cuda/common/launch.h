@@ -50,11 +50,12 @@ cudaError_t LaunchRopeTable(const RopeTableParams& params, cudaStream_t stream);
 cudaError_t LaunchRopeAppend(const RopeAppendParams& params, cudaStream_t stream);
 cudaError_t LaunchAttention(const AttentionParams& params, cudaStream_t stream);
 // Returns the bytes of AttentionParams::partial with which LaunchAttention spreads the contexts
-// of up to `max_decode_rows` decode rows, of up to `max_context` tokens each, evenly over the
-// current device. The result is a multiple of the bytes of one partial row. With less scratch,
-// each (row, KV head) stays on one SM: the bits are the same, but few or uneven rows are slower.
+// of up to `max_decode_rows` decode rows, of up to `max_context` tokens each and up to
+// `sequence_rows` of one sequence, evenly over the current device. The result is a multiple of the
+// bytes of one partial row. With less scratch, each (row, KV head) stays on one SM: the bits are
+// the same, but few or uneven rows are slower.
 int64_t AttentionScratchBytes(int32_t max_decode_rows, int32_t heads, int32_t kv_heads,
-                              int32_t head_dim, int32_t max_context);
+                              int32_t head_dim, int32_t max_context, int32_t sequence_rows);
 cudaError_t LaunchMerge(const MergeParams& params, cudaStream_t stream);
 cudaError_t LaunchSiluMul(const SiluMulParams& params, cudaStream_t stream);
 cudaError_t LaunchSample(const SampleParams& params, cudaStream_t stream);

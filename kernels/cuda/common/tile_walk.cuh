@@ -1,24 +1,28 @@
 // A walk over the work of uneven rows as tiles of their lists, in the order rows, then KV heads,
 // then the tiles of a list. Blocks take equal runs of tiles, so that long contexts keep the whole
-// device busy.
+// device busy. Rows may be taken in bundles (row_runs.cuh), which have the tiles of their last row.
+
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "kernels/cuda/common/row_runs.cuh"
+
 namespace sluice::kernels::cuda {
 
 // `Tiles` has a method tiles_at(position) that returns how many tiles each list of a row at that
 // position has, perhaps none. Padded rows have none. All methods are called by whole warps.
-template <typename Tiles>
+template <typename Tiles, int kBundleRows = 1>
 struct TileWalk {
   Tiles tiles_at;
   const int32_t* slots;
   const int32_t* positions;
   int rows, kv_heads;
   int row = 0, kv_head = 0;    // current row and KV head
-  int slot = 0, position = 0;  // slot and position of the row
+  int bundle = 1;              // rows of the bundle that begins with `row`
+  int slot = 0, position = 0;  // slot of the row, position of its bundle's last row
   int tile = 0, left = 0;  // current tile of the list; tiles left to this block, including this one
   int tiles = 0;           // tiles in the list
 
@@ -77,13 +81,19 @@ struct TileWalk {
 
  private:
   __device__ uint32_t TilesOfRow(int r) const {
-    if (r >= rows || slots[r] < 0) return 0;
-    return static_cast<uint32_t>(tiles_at(positions[r]) * kv_heads);
+    if (r >= rows) return 0;
+    const int count = BundleAt(r);
+    return count == 0 ? 0 : static_cast<uint32_t>(tiles_at(positions[r + count - 1]) * kv_heads);
   }
   __device__ void EnterRow() {
+    bundle = BundleAt(row);
     slot = slots[row];
-    position = positions[row];
-    tiles = slot < 0 ? 0 : tiles_at(position);
+    position = positions[row + max(bundle - 1, 0)];
+    tiles = bundle == 0 ? 0 : tiles_at(position);
+  }
+  __device__ int BundleAt(int r) const {
+    if constexpr (kBundleRows == 1) return slots[r] < 0 ? 0 : 1;
+    return RowsOfBundle(slots, positions, rows, r, kBundleRows);
   }
 };
 

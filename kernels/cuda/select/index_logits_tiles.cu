@@ -13,6 +13,9 @@
 // of a sum: heads 8 j + 2 c and 8 j + 2 c + 1 in order of j, for c < 4, then c by pairs. If there
 // are fewer heads, zeros follow the last one. Blocks, one to a multiprocessor that is not spared,
 // take equal runs of the tiles of all rows.
+//
+// Where sequences have rows of drafts, a bundle of up to kDraftRows of them takes its keys
+// together: each row's products and sums are those that it would have alone.
 #include <cuda.h>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -32,22 +35,26 @@ constexpr int kThreads = 128 * kGroups + 32 * kLoaders;
 constexpr int kStages = 12;
 constexpr int kKeyBytes = kTokens * kIndexDim;
 constexpr int kQueryBytes = kHeads * kIndexDim;
+constexpr int kDraftRows = 4;
+// Fewer rows are sooner done apart: what a bundle saves are reads, and those find keys in L2.
+constexpr int kLeastBundledRows = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Shared memory, from a multiple of 1,024 on.
+// Shared memory, from a multiple of 1,024 on, of a kernel that takes up to kRows rows together.
+template <int kRows>
 struct Memory {
   unsigned char keys[kStages][kKeyBytes];
-  unsigned char queries[2][kQueryBytes];
+  unsigned char queries[2][kRows][kQueryBytes];
   float scales[kStages][kTokens];
   uint64_t keys_full[kStages], keys_empty[kStages];
   uint64_t query_full[2], query_empty[2];
 };
-constexpr int kSharedBytes = sizeof(Memory) + 1024;
 
 struct Tiles {
   __device__ int operator()(int position) const { return position / kTokens + 1; }
 };
-using Walk = TileWalk<Tiles>;
+template <int kRows>
+using Walk = TileWalk<Tiles, kRows>;
 
 // The stage of the ring that a warp is at: the number of the tile, counted by the block.
 struct Stage {
@@ -56,8 +63,10 @@ struct Stage {
 };
 
 // A loader warp's work: it asks for the data of every kLoaders-th of the block's tiles, in order.
+template <int kRows>
 __device__ __forceinline__ void LoadTiles(const IndexLogitsParams& p, const CUtensorMap* keys,
-                                          const CUtensorMap* queries, Walk& walk, Memory& memory) {
+                                          const CUtensorMap* queries, Walk<kRows>& walk,
+                                          Memory<kRows>& memory) {
   const PagedIndexKeys& c = p.cache;
   const uint32_t loader = threadIdx.x / 32 - 4 * kGroups;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -74,8 +83,11 @@ __device__ __forceinline__ void LoadTiles(const IndexLogitsParams& p, const CUte
       Arrive(SharedAddress(&memory.query_empty[buffer]));
       if (loader == part % kLoaders) {
         const uint32_t full = SharedAddress(&memory.query_full[buffer]);
-        ArriveExpecting(full, kQueryBytes);
-        CopyTile(SharedAddress(memory.queries[buffer]), queries, 0, 0, walk.row, full, kEvictLast);
+        ArriveExpecting(full, static_cast<uint32_t>(walk.bundle * kQueryBytes));
+        for (int i = 0; i < walk.bundle; ++i) {
+          CopyTile(SharedAddress(memory.queries[buffer][i]), queries, 0, 0, walk.row + i, full,
+                   kEvictLast);
+        }
       }
     }
     __syncwarp();
@@ -142,44 +154,59 @@ __device__ __forceinline__ float2 SumHeads(const float (&products)[32],
 }
 
 // A warpgroup's work: every kGroups-th tile of the block.
-__device__ __forceinline__ void ScoreTiles(const IndexLogitsParams& p, Walk& walk, Memory& memory) {
+template <int kRows>
+__device__ __forceinline__ void ScoreTiles(const IndexLogitsParams& p, Walk<kRows>& walk,
+                                           Memory<kRows>& memory) {
   const uint32_t group = threadIdx.x / 128;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int upper = static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4;  // key of the tile
   uint32_t tile = 0;
   for (uint32_t part = 0;; ++part) {
     const uint32_t buffer = part % 2;
-    float weights[16];
+    float weights[kRows][16];
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int head = j / 2 * 8 + lane % 4 * 2 + j % 2;
-      weights[j] = head < p.heads ? p.weights[int64_t{walk.row} * p.heads + head] : 0.0f;
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const int head = j / 2 * 8 + lane % 4 * 2 + j % 2;
+        weights[i][j] = head < p.heads && i < walk.bundle
+                            ? p.weights[int64_t{walk.row + i} * p.heads + head]
+                            : 0.0f;
+      }
     }
-    float* const scores = p.scores + walk.row * p.score_stride;
     const int last = walk.Last();
     WaitBarrier(SharedAddress(&memory.query_full[buffer]), part / 2 % 2);
-    const uint64_t queries = TileDescriptor(SharedAddress(memory.queries[buffer]));
+    const uint64_t queries = TileDescriptor(SharedAddress(memory.queries[buffer][0]));
     for (int at = walk.tile; at < last; ++at, ++tile) {
       if (tile % kGroups != group) continue;
       const Stage stage(tile);
       WaitBarrier(SharedAddress(&memory.keys_full[stage.index]), stage.phase);
       const uint64_t keys = TileDescriptor(SharedAddress(memory.keys[stage.index]));
-      float products[32] = {};
-      BeginProducts();
-#pragma unroll
-      for (int step = 0; step < kIndexDim / 32; ++step) {
-        MultiplyE4M3(products, keys + 2 * step, queries + 2 * step, step > 0);
-      }
-      CommitProducts();
-      WaitForProducts<0>();
       const float scales[2] = {memory.scales[stage.index][upper],
                                memory.scales[stage.index][upper + 8]};
-      __syncwarp();
-      if (lane == 0) Arrive(SharedAddress(&memory.keys_empty[stage.index]));
-      const float2 sums = SumHeads(products, weights);
       const int token = at * kTokens + upper;
-      if (lane % 4 == 0 && token <= walk.position) scores[token] = sums.x * scales[0];
-      if (lane % 4 == 1 && token + 8 <= walk.position) scores[token + 8] = sums.y * scales[1];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (kRows > 1 && i >= walk.bundle) break;
+        const uint64_t query = queries + static_cast<uint64_t>(i * kQueryBytes / 16);
+        float products[32] = {};
+        BeginProducts();
+#pragma unroll
+        for (int step = 0; step < kIndexDim / 32; ++step) {
+          MultiplyE4M3(products, keys + 2 * step, query + 2 * step, step > 0);
+        }
+        CommitProducts();
+        WaitForProducts<0>();
+        if (i + 1 == walk.bundle) {
+          __syncwarp();
+          if (lane == 0) Arrive(SharedAddress(&memory.keys_empty[stage.index]));
+        }
+        const float2 sums = SumHeads(products, weights[i]);
+        float* const scores = p.scores + (walk.row + i) * p.score_stride;
+        const int position = walk.position - (walk.bundle - 1 - i);
+        if (lane % 4 == 0 && token <= position) scores[token] = sums.x * scales[0];
+        if (lane % 4 == 1 && token + 8 <= position) scores[token + 8] = sums.y * scales[1];
+      }
     }
     __syncwarp();
     if (lane == 0) Arrive(SharedAddress(&memory.query_empty[buffer]));
@@ -188,13 +215,14 @@ __device__ __forceinline__ void ScoreTiles(const IndexLogitsParams& p, Walk& wal
   }
 }
 
+template <int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     IndexTilesKernel(const __grid_constant__ IndexLogitsParams p,
                      const __grid_constant__ CUtensorMap keys,
                      const __grid_constant__ CUtensorMap queries) {
   extern __shared__ unsigned char shared[];
-  Memory& memory =
-      *reinterpret_cast<Memory*>(shared + (1024 - SharedAddress(shared) % 1024) % 1024);
+  auto& memory =
+      *reinterpret_cast<Memory<kRows>*>(shared + (1024 - SharedAddress(shared) % 1024) % 1024);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       InitBarrier(SharedAddress(&memory.keys_full[i]), 1);
@@ -211,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   WaitForPriorKernels();
   LetNextKernelStart();
-  Walk walk(p, 1, Tiles{});
+  Walk<kRows> walk(p, 1, Tiles{});
   walk.Start();
   if (walk.left == 0) return;
   if (threadIdx.x < 128 * kGroups) {
@@ -219,6 +247,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     LoadTiles(p, &keys, &queries, walk, memory);
   }
+}
+
+template <int kRows>
+cudaError_t Launch(const IndexLogitsParams& p, unsigned blocks, const CUtensorMap& keys,
+                   const CUtensorMap& queries, cudaStream_t stream) {
+  constexpr int kSharedBytes = sizeof(Memory<kRows>) + 1024;
+  static const cudaError_t roomy = cudaFuncSetAttribute(
+      IndexTilesKernel<kRows>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (roomy != cudaSuccess) return roomy;
+  return LaunchKernel(IndexTilesKernel<kRows>, dim3(blocks), dim3(kThreads), kSharedBytes, stream,
+                      p, keys, queries);
 }
 
 }  // namespace
@@ -238,9 +277,6 @@ cudaError_t LaunchIndexTiles(const IndexLogitsParams& p, cudaStream_t stream) {
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
-  static const cudaError_t roomy = cudaFuncSetAttribute(
-      IndexTilesKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (error == cudaSuccess) error = roomy;
   CUtensorMap keys, queries;
   // Page numbers are trusted: the host does not know how many pages there are.
   constexpr int64_t kAnyPages = INT32_MAX;
@@ -253,8 +289,9 @@ cudaError_t LaunchIndexTiles(const IndexLogitsParams& p, cudaStream_t stream) {
   }
   if (error != cudaSuccess) return error;
   const auto blocks = static_cast<unsigned>(max(1, processors - p.spare_processors));
-  return LaunchKernel(IndexTilesKernel, dim3(blocks), dim3(kThreads), kSharedBytes, stream, p, keys,
-                      queries);
+  return p.sequence_rows > 1 && p.rows >= kLeastBundledRows
+             ? Launch<kDraftRows>(p, blocks, keys, queries, stream)
+             : Launch<1>(p, blocks, keys, queries, stream);
 }
 
 }  // namespace sluice::kernels::cuda

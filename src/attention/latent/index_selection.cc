@@ -78,6 +78,7 @@ void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndex
     logits.rows = end - begin;
     logits.heads = a.index_heads;
     logits.spare_processors = spare_processors;
+    logits.sequence_rows = options_.sequence_rows;
     options_.device->kernels().IndexLogits(stream, logits);
     if (end == first_row + rows) scored();
 

@@ -33,6 +33,7 @@ class IndexSelection {
     // Most runners-up that are listed for each decode row of each of `layers` layers.
     int runners_up = 0;
     int layers = 0;
+    int sequence_rows = 1;  // Most decode rows of one sequence in a step.
   };
   // RESOURCE_EXHAUSTED: there is no memory for scores and lists.
   static absl::StatusOr<std::unique_ptr<IndexSelection>> Create(const Options& options);

@@ -14,9 +14,10 @@ absl::StatusOr<std::unique_ptr<ResidentLatentAttention>> ResidentLatentAttention
   std::unique_ptr<ResidentLatentAttention> made(new ResidentLatentAttention(options));
   Device* const device = options.device;
   if (options.top_k > 0) {
-    SLUICE_ASSIGN_OR_RETURN(made->selection_,
-                            IndexSelection::Create({device, options.max_rows, options.decode_rows,
-                                                    options.top_k, options.max_context}));
+    IndexSelection::Options selection{device, options.max_rows, options.decode_rows, options.top_k,
+                                      options.max_context};
+    selection.sequence_rows = options.sequence_rows;
+    SLUICE_ASSIGN_OR_RETURN(made->selection_, IndexSelection::Create(selection));
   } else {
     const size_t bytes = static_cast<size_t>(options.max_rows) * sizeof(int32_t);
     SLUICE_ASSIGN_OR_RETURN(made->counts_,

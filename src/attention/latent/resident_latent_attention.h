@@ -25,6 +25,7 @@ class ResidentLatentAttention {
     int max_rows = 0;     // Maximum rows of a step.
     int decode_rows = 0;  // Decode rows of a step, which are attended to in one piece of work.
     int64_t max_context = 0;
+    int sequence_rows = 1;  // Most decode rows of one sequence in a step.
   };
   // RESOURCE_EXHAUSTED: there is no memory for scores, lists and scratch.
   static absl::StatusOr<std::unique_ptr<ResidentLatentAttention>> Create(const Options& options);

@@ -140,7 +140,8 @@ class StepBench {
     model.directory = options_.model;
     model.load_format = options_.dummy ? "dummy" : "auto";
     model.max_context = max_context_;
-    model.max_logits = max_batch_ * static_cast<int>(1 + options_.speculation_tokens);
+    model.sequence_rows = static_cast<int>(1 + options_.speculation_tokens);
+    model.max_logits = max_batch_ * model.sequence_rows;
     model.max_rows = std::max(model.max_logits + 1, static_cast<int>(options_.chunk));
     if (options_.kv_dtype == "fp8") model.kv_dtype = DType::kFloat8E4M3;
     if (options_.draft_layer) model.draft_layer = Model::Options::DraftLayer::kRequired;
@@ -152,6 +153,7 @@ class StepBench {
     SLUICE_ASSIGN_OR_RETURN(pool_,
                             PagePool::Create("hbm", model_->cache_layout(), std::move(caches)));
     PolicyOptions policy = PolicyOver(device_, pool_.get(), max_batch_, max_context_);
+    policy.rows_per_sequence = static_cast<int>(1 + options_.speculation_tokens);
     DescribeModel(*model_, &policy);
     SLUICE_ASSIGN_OR_RETURN(policy_, NewFullPolicy(policy));
     SLUICE_ASSIGN_OR_RETURN(batch_,

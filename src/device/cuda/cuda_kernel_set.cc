@@ -54,7 +54,7 @@ class CudaKernelSet : public KernelSet {
   int64_t SampleScratchBytes(int32_t) const override { return 0; }
   int64_t AttentionScratchBytes(const AttentionShape& shape) const override {
     return cuda::AttentionScratchBytes(shape.decode_rows, shape.heads, shape.kv_heads,
-                                       shape.head_dim, shape.max_context);
+                                       shape.head_dim, shape.max_context, shape.sequence_rows);
   }
 
   void Embedding(Stream& s, const kernels::EmbeddingParams& p) override {

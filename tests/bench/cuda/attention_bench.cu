@@ -2,7 +2,7 @@
 // bf16 rate (prefill), all measured in this run. It also checks the results at contexts too long
 // for the unit tests.
 //
-//   sluice-attention-bench [--gib N] [--quick] [--only decode|prefill]
+//   sluice-attention-bench [--gib N] [--quick] [--only decode|drafts|prefill]
 //
 // --gib is the size of the KV arena (default 20); cases that need more are left out. --quick runs
 // fewer cases. Buffers rotate, so that no launch finds its K and V in L2. A time is that of one
@@ -114,7 +114,8 @@ struct Arena {
 class Case {
  public:
   Case(const Shape& shape, const Arena& arena, const std::vector<int32_t>& slots,
-       const std::vector<int32_t>& positions, bool decode, int copies, std::mt19937_64& random)
+       const std::vector<int32_t>& positions, bool decode, int copies, std::mt19937_64& random,
+       int32_t sequence_rows = 1)
       : shape_(shape), rows_(static_cast<int32_t>(slots.size())) {
     int32_t most = 0, sequences = 0;
     for (size_t r = 0; r < slots.size(); ++r) {
@@ -153,8 +154,8 @@ class Case {
                      kBlockTokens, shape.kv_heads, shape.head_dim, DType::kBFloat16};
     params_.out = DeviceArray<float>(int64_t{rows_} * width);
     params_.lse = DeviceArray<float>(int64_t{rows_} * shape.heads);
-    const int64_t scratch = kernels::cuda::AttentionScratchBytes(128, shape.heads, shape.kv_heads,
-                                                                 shape.head_dim, most + 1);
+    const int64_t scratch = kernels::cuda::AttentionScratchBytes(
+        128, shape.heads, shape.kv_heads, shape.head_dim, most + 1, sequence_rows);
     params_.partial = reinterpret_cast<float*>(DeviceArray<char>(scratch));
     params_.partial_rows = scratch / (int64_t{4} * shape.heads * (shape.head_dim + 1));
     params_.rows = rows_;
@@ -162,6 +163,7 @@ class Case {
     params_.heads = shape.heads;
     params_.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
     params_.out_type = DType::kFloat32;
+    params_.sequence_rows = sequence_rows;
   }
   Case(const Case&) = delete;
   Case& operator=(const Case&) = delete;
@@ -260,27 +262,31 @@ std::vector<int32_t> Numbers(int32_t first, int32_t count) {
   return numbers;
 }
 
-// Runs one row per entry of `contexts`, in slots 0, 1, ...
+// Runs `rows` rows per entry of `contexts`, in slots 0, 1, ..., which read K and V once for a
+// sequence or, if `apart`, once for each row.
 void RunDecode(const Shape& shape, const Arena& arena, const char* name,
-               const std::vector<int32_t>& contexts, std::mt19937_64& random) {
+               const std::vector<int32_t>& contexts, std::mt19937_64& random, int32_t rows = 1,
+               bool apart = false) {
   int64_t tokens = 0;
-  std::vector<int32_t> positions;
+  std::vector<int32_t> slots, positions;
   for (int32_t context : contexts) {
+    for (int32_t row = rows; row > 0; --row) {
+      slots.push_back(static_cast<int32_t>(slots.size()) / rows);
+      positions.push_back(context - row);
+    }
     tokens += context;
-    positions.push_back(context - 1);
   }
   const int64_t bytes = tokens * shape.TokenBytes();
   if (bytes > arena.bytes) return;
   const int launches = static_cast<int>(std::clamp<int64_t>((int64_t{2} << 30) / bytes, 2, 32));
-  const Case c(shape, arena, Numbers(0, static_cast<int32_t>(contexts.size())), positions, true,
-               launches, random);
+  const Case c(shape, arena, slots, positions, true, launches, random, apart ? 1 : rows);
   const Timing t = c.Measure(launches, 7);
   const double ceiling = ReadRate(arena.data, arena.bytes, bytes);
   const double rate = static_cast<double>(bytes) / t.median_us / 1e3;
   const std::vector<float> out = c.Run(c.Params(0));
   const int32_t last = c.rows() - 1;
   std::printf(
-      "%-12s %9.1f MB %9.1f us [%.1f, %.1f] %6.0f GB/s, reads %6.0f: %5.1f %%  "
+      "%-19s %9.1f MB %9.1f us [%.1f, %.1f] %6.0f GB/s, reads %6.0f: %5.1f %%  "
       "error %.1e bits %s\n",
       name, static_cast<double>(bytes) / 1e6, t.median_us, t.least_us, t.most_us, rate, ceiling,
       100 * rate / ceiling, c.Error(out, last, 1, positions.back() + 1),
@@ -356,6 +362,23 @@ void BenchDecode(const Arena& arena, bool quick, std::mt19937_64& random) {
   RunDecode(kOneB, arena, "64 x 8K", std::vector<int32_t>(64, 8192), random);
 }
 
+// Rows of drafts, and each sequence's last row alone.
+void BenchDrafts(const Arena& arena, std::mt19937_64& random) {
+  std::printf("\nRows of drafts, %s. batch x context x rows, KV read once a sequence\n",
+              kEightB.name);
+  for (const int32_t batch : {1, 8, 24}) {
+    const std::vector<int32_t> contexts(static_cast<size_t>(batch), 32768);
+    for (const int32_t rows : {1, 2, 4, 8}) {
+      for (const bool apart : {false, true}) {
+        if (rows == 1 && apart) continue;
+        char name[32];
+        std::snprintf(name, sizeof(name), "%d x 32K x %d%s", batch, rows, apart ? " apart" : "");
+        RunDecode(kEightB, arena, name, contexts, random, rows, apart);
+      }
+    }
+  }
+}
+
 void BenchPrefill(const Arena& arena, std::mt19937_64& random) {
   const double product_rate = ProductRate(arena, 8192);
   std::printf("\nPrefill, %s; cuBLAS, bf16 8192^3: %.0f TFLOP/s\n", kEightB.name, product_rate);
@@ -386,8 +409,9 @@ int Main(int argc, char** argv) {
   Check(cudaDeviceSynchronize(), "fill");
   std::mt19937_64 random(5);
 
-  if (only != "prefill") BenchDecode(arena, quick, random);
-  if (only != "decode") BenchPrefill(arena, random);
+  if (only.empty() || only == "decode") BenchDecode(arena, quick, random);
+  if (only.empty() || only == "drafts") BenchDrafts(arena, random);
+  if (only.empty() || only == "prefill") BenchPrefill(arena, random);
   return 0;
 }
 

@@ -56,10 +56,14 @@ class Bench {
                 "MB", "GB/s", "of read");
   }
 
-  // Runs the logits, the top-k of them, and one after the other.
-  void Run(int rows, int context, int block_tokens, int stride) {
-    const std::string name = std::to_string(rows) + " x " + std::to_string(context >> 10) +
-                             "K, blocks of " + std::to_string(block_tokens);
+  // Runs the logits, the top-k of them, and one after the other. If a sequence has several rows,
+  // its keys count once, and `apart` reads them for each row.
+  void Run(int sequences, int context, int block_tokens, int stride, int rows_each = 1,
+           bool apart = false) {
+    const int rows = sequences * rows_each;
+    std::string name = std::to_string(sequences) + " x " + std::to_string(context >> 10) + "K";
+    if (rows_each > 1) name += " x " + std::to_string(rows_each) + (apart ? " apart" : " rows");
+    name += ", blocks of " + std::to_string(block_tokens);
     if (name.find(filter_) == std::string::npos) return;
     const int64_t page_bytes = block_tokens * kKeyBytes, pages = kArenaBytes / page_bytes;
     FillPages<<<2048, 256>>>(arena_, pages, block_tokens);
@@ -69,16 +73,20 @@ class Bench {
     std::iota(table.begin(), table.end(), 0);
     std::shuffle(table.begin(), table.end(), random);
     const int64_t blocks = (context + block_tokens - 1) / block_tokens;
-    const int64_t sets = std::max<int64_t>(1, pages / (rows * blocks));
-    std::vector<int32_t> slots(static_cast<size_t>(rows));
-    std::iota(slots.begin(), slots.end(), 0);
+    const int64_t sets = std::max<int64_t>(1, pages / (sequences * blocks));
+    std::vector<int32_t> slots, positions;
+    for (int r = 0; r < rows; ++r) {
+      slots.push_back(r / rows_each);
+      positions.push_back(context - rows_each + r % rows_each);
+    }
     IndexLogitsParams p{};
     p.q = Filled<uint8_t>(int64_t{rows} * kHeads * kIndexDim,
                           [&] { return static_cast<uint8_t>(random() & 0xBF); });
     std::normal_distribution<float> normal;
     p.weights = Filled<float>(int64_t{rows} * kHeads, [&] { return normal(random); });
     p.slots = DeviceCopy(slots);
-    p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1));
+    p.positions = DeviceCopy(positions);
+    p.sequence_rows = apart ? 1 : rows_each;
     int32_t* const device_table = DeviceCopy(table);
     p.cache = {arena_, device_table, blocks, page_bytes, block_tokens, DType::kFloat8E4M3};
     p.score_stride = stride;
@@ -97,10 +105,10 @@ class Bench {
     top.margin = std::numeric_limits<float>::infinity();
     const auto logits = [&](int i, cudaStream_t stream) {
       IndexLogitsParams of_set = p;
-      of_set.cache.block_table = device_table + i % sets * rows * blocks;
+      of_set.cache.block_table = device_table + i % sets * sequences * blocks;
       Check(cuda::LaunchIndexLogits(of_set, stream), "index logits");
     };
-    const double keys = static_cast<double>(kKeyBytes) * rows * context;
+    const double keys = static_cast<double>(kKeyBytes) * sequences * context;
     const double scores = 4.0 * rows * context;
     const int launches = keys > 100e6 ? 8 : 30;
     Print("logits, " + name, keys, Time(launches, kReplays, logits));
@@ -149,4 +157,7 @@ int main(int argc, char** argv) {
   bench.Run(1, 32 << 10, 64, 32 << 10);
   bench.Run(1, 32 << 10, 64, kLongest);
   bench.Run(1, 2 << 10, 64, kLongest);
+  for (const int sequences : {1, 8, 76}) {
+    for (const bool apart : {false, true}) bench.Run(sequences, 32 << 10, 64, 32 << 10, 4, apart);
+  }
 }

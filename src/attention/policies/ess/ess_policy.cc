@@ -462,6 +462,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   selection_options.max_context = options.max_context;
   selection_options.runners_up = options.ess.prefetch;
   selection_options.layers = layout.layers;
+  selection_options.sequence_rows = options.rows_per_sequence;
   SLUICE_ASSIGN_OR_RETURN(parts.selection, IndexSelection::Create(selection_options));
   parts.selection->Observe(options.ess.probe.on_selection);
   if (options.ess.probe.row_copies) {

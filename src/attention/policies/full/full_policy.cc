@@ -270,10 +270,10 @@ absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const PolicyOptions& o
   if (HasLatents(layout)) {
     SLUICE_CHECK(layout.kinds.size() == (HasIndexKeys(layout) ? 2 : 1) &&
                  HasIndexKeys(layout) == (options.index_top_k > 0));
-    SLUICE_ASSIGN_OR_RETURN(
-        latents, ResidentLatentAttention::Create(
-                     {options.device, options.heads, options.latent_rank, options.index_top_k,
-                      options.max_rows, options.slots, options.max_context}));
+    SLUICE_ASSIGN_OR_RETURN(latents, ResidentLatentAttention::Create(
+                                         {options.device, options.heads, options.latent_rank,
+                                          options.index_top_k, options.max_rows, options.slots,
+                                          options.max_context, options.rows_per_sequence}));
   } else {
     SLUICE_CHECK(layout.kinds.size() == 1 && layout.kinds[kKv].part_bytes.size() == 2);
   }
