@@ -7,6 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "src/attention/latent/latent_views.h"
 #include "src/attention/policies/clo/clo_policy.h"
+#include "src/attention/policies/ess/ess_options.h"
 #include "src/attention/policies/ess/ess_policy.h"
 #include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policies/fluxion/fluxion_policy.h"
@@ -105,6 +106,10 @@ std::vector<std::string> OffloadingPolicies(const CacheLayout& model) {
     if (known.offloads && IsFor(known, model)) names.emplace_back(known.name);
   }
   return names;
+}
+
+void DecideByProfile(const CacheLayout& model, PolicyOptions* options) {
+  DecideEssByProfile(model.layers, options);
 }
 
 TierShapes TierShapesOf(const PolicyOptions& options, const CacheLayout& model) {

@@ -23,6 +23,10 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewPolicy(const PolicyOptions& 
 // model with these caches.
 std::vector<std::string> OffloadingPolicies(const CacheLayout& model);
 
+// Decides what options leave to the profile (PolicyOptions::Ess), once they describe the model and
+// have the profile. Callers do this before they use the options for anything else.
+void DecideByProfile(const CacheLayout& model, PolicyOptions* options);
+
 // Returns how the policy wants the HBM and DRAM arenas to be divided, for the code that makes the
 // pools. Reads neither `options.device` nor the pools.
 TierShapes TierShapesOf(const PolicyOptions& options, const CacheLayout& model);

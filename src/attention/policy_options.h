@@ -209,9 +209,12 @@ struct PolicyOptions {
     // (pool_division.h). The total stays the same, but layers that would hardly miss more get fewer
     // than least_places.
     bool divide_places = false;
+    // True: DecideByProfile sets divide_places.
+    bool divide_by_profile = false;
     // Maximum entries of a layer that a sequence's row just failed to select and that are fetched
     // for the next step while this one goes on; 0: none.
     int prefetch = 0;
+    bool prefetch_by_profile = false;  // True: DecideByProfile sets prefetch.
     bool warm_up = true;  // false: pools begin empty
     bool lru = true;      // false: every entry is fetched in every step
     enum class Overlap { kNone, kDa, kDba, kLayerWise };

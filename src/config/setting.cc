@@ -116,6 +116,7 @@ std::string Setting::Allowed() const {
   } else {
     absl::StrAppend(&what, " of at least ", FormatNumber(options_->min()));
   }
+  if (options_->may_be_auto() && example.empty()) example = ", or auto";
   return what + example;
 }
 
@@ -172,7 +173,11 @@ absl::Status Setting::ParseNumber(std::string_view text, Config* config) const {
   }
 
   if (options_->may_be_auto() && text == kAuto) {
-    reflection->SetUInt64(config, field_, kAutoBytes);
+    if (field_->cpp_type() == FieldDescriptor::CPPTYPE_UINT32) {
+      reflection->SetUInt32(config, field_, kAutoCount);
+    } else {
+      reflection->SetUInt64(config, field_, kAutoBytes);
+    }
     return absl::OkStatus();
   }
   uint64_t value = 0;
@@ -228,10 +233,12 @@ std::string Setting::Format(const Config& config) const {
                                                           : seconds.substr(0, seconds.size() - 1);
     }
     default: {
-      const uint64_t value = field_->cpp_type() == FieldDescriptor::CPPTYPE_UINT32
-                                 ? reflection->GetUInt32(config, field_)
-                                 : reflection->GetUInt64(config, field_);
-      if (options_->may_be_auto() && value == kAutoBytes) return std::string(kAuto);
+      const bool narrow = field_->cpp_type() == FieldDescriptor::CPPTYPE_UINT32;
+      const uint64_t value =
+          narrow ? reflection->GetUInt32(config, field_) : reflection->GetUInt64(config, field_);
+      if (options_->may_be_auto() && value == (narrow ? kAutoCount : kAutoBytes)) {
+        return std::string(kAuto);
+      }
       return options_->unit() == config::v1::UNIT_BYTES ? FormatBytes(value) : absl::StrCat(value);
     }
   }

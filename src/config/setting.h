@@ -20,6 +20,7 @@ using Config = config::v1::Config;
 // The value of a count of bytes that was given as the word auto. No count of bytes that a user
 // writes is as large (see ParseBytes).
 inline constexpr uint64_t kAutoBytes = std::numeric_limits<uint64_t>::max();
+inline constexpr uint32_t kAutoCount = std::numeric_limits<uint32_t>::max();
 
 // One field of Config with its options.
 class Setting {

@@ -56,7 +56,7 @@ constexpr char kAbout[] =
     "Their misses are noted by layer, with how long a layer's stages take on that --device.\n"
     "From both the server chooses, for each layer, what overlaps its fetching; without a\n"
     "profile it chooses by the misses that it observes. With misses at two ratios or more\n"
-    "below 1 it can divide places among layers (--ess-divide-places): then profile from the\n"
+    "below 1 it can divide places among layers (ess_divide_places): then profile from the\n"
     "fewest places that a layer may have, which --least-places must not exceed.\n"
     "\n"
     "The predictor of policy fluxion has commands of its own: sluice-profile fluxion --help.";

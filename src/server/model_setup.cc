@@ -186,10 +186,12 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   o.clo.budget_divisor = static_cast<int>(config.clo_budget_divisor());
   o.ess.sparse_memory_ratio = config.ess_sparse_memory_ratio();
   o.ess.least_places = static_cast<int>(config.ess_least_places());
-  o.ess.divide_places = config.ess_divide_places();
+  o.ess.divide_places = config.ess_divide_places() == "on";
+  o.ess.divide_by_profile = config.ess_divide_places() == "auto";
   o.ess.warm_up = config.ess_warm_up();
   o.ess.overlap = OverlapOf(config.ess_overlap());
-  o.ess.prefetch = static_cast<int>(config.ess_prefetch());
+  o.ess.prefetch_by_profile = config.ess_prefetch() == kAutoCount;
+  if (!o.ess.prefetch_by_profile) o.ess.prefetch = static_cast<int>(config.ess_prefetch());
   o.ess.transfer_workers = static_cast<int>(config.ess_transfer_workers());
   o.ess.mover = MoverOf(config.ess_mover());
   if (config.fluxion_placement() == "pull") {
@@ -219,6 +221,7 @@ absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& mode
   policy.slots = static_cast<int>(config.max_sequences());
   policy.hbm_bytes = static_cast<int64_t>(config.hbm_bytes());
   policy.dram_bytes = static_cast<int64_t>(config.dram_bytes());
+  DecideByProfile(model.cache_layout(), &policy);
   const TierShapes shapes = TierShapesOf(policy, model.cache_layout());
   SLUICE_ASSIGN_OR_RETURN(Buffer hbm,
                           device->Allocate(MemoryKind::kDevice, config.hbm_bytes(), "hbm_bytes"));

@@ -174,6 +174,7 @@ absl::StatusOr<PolicyOptions> OptionsOf(const Config& config, const Model& model
   options.slots = static_cast<int>(in.max_sequences);
   options.hbm_bytes = in.hbm_bytes;
   options.dram_bytes = in.dram_bytes;
+  DecideByProfile(in.layout, &options);
   return options;
 }
 

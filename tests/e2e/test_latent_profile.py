@@ -123,7 +123,7 @@ def test_a_profile_that_is_wrong_is_refused_at_start(tiny_models, expecting, by_
 
 
 # Pools are smaller than a sequence, so that there is something to divide.
-DIVIDED = [*EXACT, "--policy", "ess", "--ess-least-places", "96", "--ess-divide-places", "--max-context", "1024",
+DIVIDED = [*EXACT, "--policy", "ess", "--ess-least-places", "96", "--max-context", "1024",
            "--max-sequences", "4", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB"]
 
 
@@ -152,8 +152,7 @@ def test_places_divided_by_a_profile_serve_the_same_tokens(tiny_models, start, c
     node = start("sluice-server", model, *flags, "--local-prefill", "always")
     log = node.log.read_text()
     assert "KV slots are divided among layers by the profile" in log
-    even = start("sluice-server", model, "--local-prefill", "always",
-                 *(flag for flag in flags if flag != "--ess-divide-places"))
+    even = start("sluice-server", model, "--local-prefill", "always", *flags, "--ess-divide-places", "off")
     assert "KV slots are divided" not in even.log.read_text()
     asked = {"prompt_token_ids": [2 + i * 7 % 500 for i in range(300)],
              "sampling": greedy(max_tokens=40, ignore_eos=True)}
@@ -180,5 +179,5 @@ def test_where_there_is_nothing_to_divide_the_log_says_so(tiny_models, start, cu
 def test_places_that_cannot_be_divided_are_refused_at_start(tiny_models, curves, ratios, flags, words):
     known = ["--policy-profile", curves(*ratios)] if ratios else []
     done = run(BIN / "sluice-server", "--model", tiny_models("tiny-deepseek-v32"), "--device", DEVICE, *DIVIDED, *flags,
-               *known, "--listen", "127.0.0.1:0", "--admin-listen", "")
+               *known, "--ess-divide-places", "on", "--listen", "127.0.0.1:0", "--admin-listen", "")
     assert done.returncode == 1 and "ess_divide_places: " in done.stderr and words in done.stderr, done.stderr

@@ -82,6 +82,19 @@ TEST_CASE("a count of bytes that may be chosen by the program takes the word aut
   CHECK(absl::StrContains(Refusal("max_chunk_bytes", "auto"), "must be a whole number of bytes"));
 }
 
+TEST_CASE("a count that may be chosen by the program takes the word auto") {
+  Config config;
+  const Setting* setting = FindSetting("ess_prefetch");
+  REQUIRE(setting->Parse("auto", &config).ok());
+  CHECK(config.ess_prefetch() == kAutoCount);
+  CHECK(setting->Format(config) == "auto");
+  REQUIRE(setting->Parse("0", &config).ok());
+  CHECK(setting->Format(config) == "0");
+  CHECK(Refusal("ess_prefetch", "some") ==
+        "must be a whole number from 0 to 65536, or auto, but is \"some\"");
+  CHECK(absl::StrContains(Refusal("max_sequences", "auto"), "must be a whole number"));
+}
+
 TEST_CASE("defaults are what the schema says") {
   const Config config = DefaultConfig();
   CHECK(config.model().empty());

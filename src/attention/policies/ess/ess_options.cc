@@ -13,6 +13,10 @@
 namespace sluice {
 namespace {
 
+// The part of what a row selects that is fetched ahead: 512 of 2,048 entries. With more, no fewer
+// were missed (README.md, "Fetching for the next step").
+constexpr int kPrefetchedPart = 4;
+
 // Checks the option divide_places.
 absl::Status CheckDivision(const PolicyOptions& o) {
   if (o.ess.sparse_memory_ratio == 0) {
@@ -86,6 +90,16 @@ absl::Status CheckDraftHeadroom(const PolicyOptions& o, const EssTier& tier) {
 }
 
 }  // namespace
+
+void DecideEssByProfile(int layers, PolicyOptions* options) {
+  PolicyOptions::Ess& ess = options->ess;
+  const size_t ratios = ProfiledRatios(ess.profile, options->max_context, layers).size();
+  if (ess.divide_by_profile) ess.divide_places = ess.sparse_memory_ratio > 0 && ratios >= 2;
+  if (ess.prefetch_by_profile) {
+    ess.prefetch =
+        ratios > 0 && options->rows_per_sequence == 1 ? options->index_top_k / kPrefetchedPart : 0;
+  }
+}
 
 absl::Status CheckEssOptions(const PolicyOptions& o) {
   if (!HasIndexKeys(o.dram->layout()) || o.index_top_k == 0) {

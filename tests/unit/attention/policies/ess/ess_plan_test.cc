@@ -4,8 +4,10 @@
 #include <cmath>
 #include <numeric>
 #include <set>
+#include <utility>
 #include <vector>
 
+#include "src/attention/policies/ess/ess_options.h"
 #include "src/attention/policies/ess/pool_division.h"
 #include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policies/ess/schedule.h"
@@ -154,6 +156,32 @@ TEST_CASE("Places are divided among layers by what they miss: as many together, 
     REQUIRE(ExpectedMisses(options, shape).size() == 8);
     REQUIRE(sum(ExpectedMisses(options, shape)) <= 1.02 * sum(ExpectedMisses(options, even)));
   }
+}
+
+TEST_CASE("Places are divided and entries fetched ahead where a profile allows it") {
+  PolicyOptions options = Options(0.2, 76, 32768, 0);
+  options.ess.divide_by_profile = options.ess.prefetch_by_profile = true;
+  const auto decided = [&] {
+    DecideEssByProfile(2, &options);
+    return std::pair(options.ess.divide_places, options.ess.prefetch);
+  };
+  CHECK(decided() == std::pair(false, 0));  // nothing is known
+  options.ess.profile.points = {{32768, 0.1, 1, {20, 600}}, {32768, 0.5, 1, {20, 300}}};
+  CHECK(decided() == std::pair(true, 512));
+  options.rows_per_sequence = 2;
+  CHECK(decided() == std::pair(true, 0));  // drafts
+  options.rows_per_sequence = 1;
+  options.ess.sparse_memory_ratio = 0;
+  CHECK(decided() == std::pair(false, 512));  // each sequence has its share of HBM
+  options.ess.sparse_memory_ratio = 0.2;
+  options.ess.profile.points.pop_back();
+  CHECK(decided() == std::pair(false, 512));  // one ratio is no curve
+  options.ess.profile.points[0].by_layer.pop_back();
+  CHECK(decided() == std::pair(false, 0));  // another model's
+  options.ess.divide_by_profile = options.ess.prefetch_by_profile = false;
+  options.ess.divide_places = true;
+  options.ess.prefetch = 7;
+  CHECK(decided() == std::pair(true, 7));  // said, not left to the profile
 }
 
 TEST_CASE("A division gives layers that do not gain the fewest places, and needs two ratios") {
