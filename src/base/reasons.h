@@ -15,6 +15,9 @@ inline constexpr char kDraining[] = "DRAINING";
 inline constexpr char kStopping[] = "STOPPING";
 // The GPU failed and the node is about to end. The caller sends the same request to another node.
 inline constexpr char kGpuFailed[] = "GPU_FAILED";
+// A rank of the node's group ended or did not answer, and the node is about to end. The caller
+// sends the same request to another node.
+inline constexpr char kRankLost[] = "RANK_LOST";
 // A handler threw, for example because an allocation failed. The caller may try once more.
 inline constexpr char kException[] = "EXCEPTION";
 

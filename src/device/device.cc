@@ -1,6 +1,7 @@
 #include "src/device/device.h"
 
 #include "absl/strings/str_cat.h"
+#include "src/device/rank_group.h"
 #include "src/device/trace.h"
 
 namespace sluice {
@@ -20,6 +21,10 @@ class Closure : public Program {
 absl::StatusOr<std::unique_ptr<Program>> Device::Record(Stream&,
                                                         std::function<void(Stream&)> enqueue) {
   return std::make_unique<Closure>(std::move(enqueue));
+}
+
+absl::StatusOr<std::unique_ptr<RankGroup>> Device::JoinRanks(const RankGroupOptions&) {
+  return absl::UnimplementedError(absl::StrCat("the device ", name(), " has no ranks"));
 }
 
 absl::StatusOr<std::unique_ptr<DeviceTrace>> Device::StartTrace() {

@@ -18,8 +18,10 @@ namespace sluice {
 class DeviceTrace;
 class KernelSet;
 class Mailbox;
+class RankGroup;
 class WorkerTeam;
 struct MailboxOptions;
+struct RankGroupOptions;
 struct WorkerTeamOptions;
 
 enum class MemoryKind {
@@ -147,6 +149,10 @@ class Device {
   virtual absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
       const WorkerTeamOptions& options,
       std::function<absl::Status(int worker, int channel)> work) = 0;
+  // Joins the ranks of a group, and waits until all have come (src/device/rank_group.h). The group
+  // must end before the device. Returns CheckRankGroupOptions' error; HostRanks::Join's errors;
+  // UNAVAILABLE names the rank that did not come; UNIMPLEMENTED: the device computes nothing.
+  virtual absl::StatusOr<std::unique_ptr<RankGroup>> JoinRanks(const RankGroupOptions& options);
   // Returns whether workers and streams of this device run at the same time. Where they do not, an
   // operator must not wait for what a worker has yet to write.
   virtual bool WorkersRunBesideStreams() const { return true; }

@@ -8,14 +8,18 @@
 namespace sluice {
 
 void DeviceHealth::Fail(const std::string& why) {
+  FailWith(
+      WithReason(absl::InternalError(absl::StrCat("the GPU failed: ", why)), reasons::kGpuFailed));
+}
+
+void DeviceHealth::FailWith(const absl::Status& why) {
   {
     absl::MutexLock lock(&mutex_);
     if (!status_.ok()) return;
-    status_ =
-        WithReason(absl::InternalError(absl::StrCat("the GPU failed: ", why)), reasons::kGpuFailed);
+    status_ = why;
   }
   failed_.store(true, std::memory_order_release);
-  Log(LogLevel::kError, "the GPU failed", {{"error", why}});
+  Log(LogLevel::kError, "the device failed", {{"error", std::string(why.message())}});
 }
 
 absl::Status DeviceHealth::status() const {

@@ -17,6 +17,8 @@ class DeviceHealth {
   // Makes status() INTERNAL with reason GPU_FAILED, "the GPU failed: <why>", from now on. The first
   // failure is logged.
   void Fail(const std::string& why);
+  // Makes status() `why`, which is not OK, from now on: the device is well, and cannot go on.
+  void FailWith(const absl::Status& why);
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   // Returns OK, or the first failure. Cheap while OK.
   absl::Status status() const;

@@ -12,6 +12,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_kernel_set.h"
 #include "src/device/cpu/cpu_mailbox.h"
+#include "src/device/cpu/cpu_rank_group.h"
 #include "src/device/cpu/cpu_stream.h"
 #include "src/device/cpu/cpu_team.h"
 #include "src/device/cpu/cpu_trace.h"
@@ -80,6 +81,9 @@ class CpuDevice : public Device {
   absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(const WorkerTeamOptions& options,
                                                             WorkerFn work) override {
     return NewMailboxWorkers(*this, options, std::move(work));
+  }
+  absl::StatusOr<std::unique_ptr<RankGroup>> JoinRanks(const RankGroupOptions& options) override {
+    return JoinCpuRanks(options, &health_);
   }
 
  private:

@@ -7,6 +7,7 @@
 #include "src/device/cpu/cpu_kernel_set.h"
 #include "src/device/cpu/cpu_team.h"
 #include "src/device/mailbox.h"
+#include "src/device/sim/sim_ranks.h"
 #include "src/device/sim/sim_stream.h"
 #include "src/device/sim/sim_worker_team.h"
 
@@ -59,6 +60,11 @@ class SimDeviceImpl : public SimDevice {
                  "a worker team"));
     return NewSimWorkerTeam(&state_, options.mailbox, std::move(errors), std::move(work));
   }
+  absl::StatusOr<std::unique_ptr<RankGroup>> JoinRanks(const RankGroupOptions& options) override {
+    SLUICE_CHECK(state_.options.ranks != nullptr, "SimDeviceOptions::ranks");
+    return state_.options.ranks->Join(options, &state_.health);
+  }
+  absl::Status Health() const override { return state_.health.status(); }
   // Its workers are events that happen when its streams have nothing to do.
   bool WorkersRunBesideStreams() const override { return false; }
   uint64_t stalls() const override { return state_.stalls; }

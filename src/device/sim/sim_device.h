@@ -20,6 +20,8 @@
 
 namespace sluice {
 
+class SimRanks;
+
 struct SimDeviceOptions {
   // The operators: a table of kernels/kernel_table.h or one of the caller's. It must live as long
   // as the device.
@@ -44,6 +46,9 @@ struct SimDeviceOptions {
   // events that are ready before their point is reached, and of copies that never happen.
   double early_events = 0;
   double lost_copies = 0;
+  // The ranks that the device may join (src/device/sim/sim_ranks.h), all on its clock. They outlive
+  // the device.
+  SimRanks* ranks = nullptr;
 };
 
 class SimDevice : public Device {

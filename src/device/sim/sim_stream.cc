@@ -56,6 +56,13 @@ void SimStream::WaitFor(SimGate& gate) {
   StartIfIdle();
 }
 
+void SimStream::WaitFor(std::unique_ptr<SimGate> gate) {
+  Entry& entry = Push(Entry::Kind::kGate, absl::ZeroDuration());
+  entry.gate = gate.get();
+  entry.own = std::move(gate);
+  StartIfIdle();
+}
+
 Stream& SimStream::Branch(int number) {
   SLUICE_CHECK(number >= 0 && number < kBranches);
   std::unique_ptr<SimStream>& branch = trunk_->branches_[number];

@@ -11,6 +11,7 @@
 
 #include "src/base/rng.h"
 #include "src/device/cpu/host_stream.h"
+#include "src/device/device_health.h"
 #include "src/device/sim/sim_clock.h"
 #include "src/device/sim/sim_device.h"
 
@@ -54,6 +55,7 @@ struct SimDeviceState {
   SimClock* clock;
   SplitMix64 random;
   uint64_t stalls = 0;
+  DeviceHealth health{};
 
   // Returns how long a command of mean time `mean` takes this time.
   absl::Duration DrawTime(absl::Duration mean);
@@ -71,6 +73,8 @@ class SimStream : public HostStream {
   void Record(Event& event) override;
   void WaitFor(Event& event) override;
   void WaitFor(SimGate& gate);
+  // The gate is kept until the stream has passed it.
+  void WaitFor(std::unique_ptr<SimGate> gate);
   // Branches are streams of their own: commands that are not put in order happen in any order.
   Stream& Branch(int number) override;
   void After(Stream& other) override;

@@ -1,0 +1,146 @@
+// RankGroup lets the ranks of a group (one process each, one device each) compute together: sums,
+// gathers and exchanges over memory of their devices. The operations are enqueued on a stream, as
+// operators are, and may be recorded into a program.
+//
+// The contract. All ranks of a group call the same operations in the same order, with the same
+// sizes and types, and those operations are ordered on their device (one stream, or streams that
+// wait for one another). Results are the same bits on every rank. (Send and Receive concern two
+// ranks only, each of which calls its side.) An operation waits on the device for the other ranks.
+//
+// Failure. If a rank ends, or does not come to an operation before the deadline, the group has
+// failed on every rank for good: the operations that wait end, later ones do nothing, and the
+// device's Health() is UNAVAILABLE, reason RANK_LOST, with a message that names a rank. Nothing
+// hangs.
+//
+// Device::JoinRanks makes one. The engine's thread enqueues; any thread may ask for status().
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "src/base/dtype.h"
+#include "src/device/device.h"
+
+namespace sluice {
+
+struct RankGroupOptions {
+  int rank = 0;
+  int size = 1;
+  // The name under which the ranks of one host meet, unique among the groups of that host; letters,
+  // digits, '-' and '_'.
+  std::string name;
+  // The time within which all ranks must have joined.
+  absl::Duration join_timeout = absl::Seconds(60);
+  // The time for which an operation waits for a rank that is alive. A rank that has ended is
+  // noticed in a tenth of a second.
+  absl::Duration deadline = absl::Seconds(30);
+  // On the CPU device: bytes that a rank shows the others at a time. Larger operations go in
+  // rounds.
+  size_t round_bytes = size_t{256} << 10;
+};
+
+// INVALID_ARGUMENT names the option that is out of range.
+absl::Status CheckRankGroupOptions(const RankGroupOptions& options);
+inline constexpr int kMaxRanks = 64;
+
+// An exchange of units whose numbers only the device knows. Rank a's block b of `send` goes to rank
+// b's block a of `receive`. Of a block the first counts[b] units count; the others of `receive`
+// stay as they are, or are overwritten.
+struct AllToAllParams {
+  const void* send = nullptr;            // [size][capacity] units
+  const int32_t* send_counts = nullptr;  // [size], each in [0, capacity]
+  void* receive = nullptr;               // [size][capacity] units
+  int32_t* receive_counts = nullptr;     // [size]
+  int32_t capacity = 0;                  // units of a block
+  int32_t unit_bytes = 0;
+};
+
+enum class Collective {
+  kAllReduce,
+  kAllGather,
+  kReduceScatter,
+  kAllToAll,
+  kBroadcast,
+  kSend,
+  kReceive
+};
+inline constexpr int kCollectives = 7;
+// Returns "all-reduce", ...
+const char* CollectiveName(Collective kind);
+
+// How often an operation was enqueued, and the bytes of its operands on this rank: of the buffer
+// that is reduced, of the rank's own part that is gathered, of all that is scattered or exchanged.
+// What a CUDA program holds counts once, when it is recorded.
+struct CollectiveCount {
+  int64_t calls = 0;
+  int64_t bytes = 0;
+};
+
+class RankGroup {
+ public:
+  virtual ~RankGroup() = default;
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // Enqueues out[i] = the sum of all ranks' in[i]. `type` is float32 or bf16; the CPU device sums
+  // in float32, rank 0 first, and rounds once. `out` may be `in`.
+  void AllReduce(Stream& stream, const void* in, void* out, int64_t count, DType type);
+  // Enqueues out[r] = rank r's `in`. `out` is [size][bytes]; `in` may be this rank's part of it.
+  void AllGather(Stream& stream, const void* in, void* out, size_t bytes);
+  // Enqueues out = this rank's part of the sum of all ranks' `in`, which is [size][count]. `out` is
+  // [count], and may be this rank's part of `in`.
+  void ReduceScatter(Stream& stream, const void* in, void* out, int64_t count, DType type);
+  void AllToAll(Stream& stream, const AllToAllParams& params);
+  // Enqueues data = rank `root`'s data.
+  void Broadcast(Stream& stream, void* data, size_t bytes, int root);
+  // A Send ends when its data may be overwritten, which may be not before the other rank's Receive:
+  // two ranks that send to each other must not both send first.
+  void Send(Stream& stream, const void* data, size_t bytes, int to);
+  void Receive(Stream& stream, void* data, size_t bytes, int from);
+
+  // Says that operations will often have operands in [data, data + bytes), which outlives the group
+  // and is the same size on every rank. All ranks call it, in the same order. A device may then
+  // move them without copies; results do not depend on it.
+  virtual absl::Status Register(void* /*data*/, size_t /*bytes*/) { return absl::OkStatus(); }
+  // Fails the group on every rank with `why`. Any thread.
+  virtual void Abort(const std::string& why) = 0;
+  // Returns OK, or why the group has failed. Any thread.
+  virtual absl::Status status() const = 0;
+
+  CollectiveCount count(Collective kind) const { return counts_[static_cast<size_t>(kind)]; }
+
+  RankGroup(const RankGroup&) = delete;
+  RankGroup& operator=(const RankGroup&) = delete;
+
+ protected:
+  RankGroup(int rank, int size) : rank_(rank), size_(size) {}
+
+  // One operation. The fields that a kind does not have are 0.
+  struct Operation {
+    Collective kind = Collective::kAllReduce;
+    const void* in = nullptr;
+    void* out = nullptr;
+    int64_t count = 0;  // elements or, without a type, bytes: of `in`, or of a part that is
+                        // gathered or that a rank keeps of a scattered sum
+    DType type = DType::kFloat32;
+    int peer = 0;  // root, or the other rank
+    AllToAllParams exchange;
+  };
+  virtual void Enqueue(Stream& stream, const Operation& operation) = 0;
+
+ private:
+  void Count(const Operation& operation, Stream& stream, int64_t bytes);
+
+  const int rank_;
+  const int size_;
+  std::array<CollectiveCount, kCollectives> counts_{};
+};
+
+// Returns the status of a group whose rank `rank` is lost: UNAVAILABLE, reason RANK_LOST.
+absl::Status RankLost(int rank, const std::string& why);
+
+}  // namespace sluice

@@ -1,0 +1,33 @@
+// Runs the ranks of a group for a test: as threads of this process or as processes of their own, on
+// the CPU device or on a GPU that they share.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "src/device/device.h"
+#include "src/device/rank_group.h"
+
+namespace sluice::testing {
+
+// Returns options with a name that no other test of this machine has.
+RankGroupOptions RankOptions(int size);
+
+// What a rank does; returns "", or what was wrong. It may not use the test's assertions.
+using RankBody = std::function<std::string(RankGroupOptions options)>;
+
+// Runs every rank in a thread. Returns what was wrong with each.
+std::vector<std::string> RunRankThreads(const RankGroupOptions& options, const RankBody& body);
+
+// Runs every rank in a process of its own, and kills those that are still there after a minute.
+// Returns what was wrong with each: "died" if it ended otherwise than by returning. With
+// `share_gpu`, each takes part in NCCL as if it had a host of its own, so that all may have one
+// GPU. REQUIRES: this process has no other thread.
+std::vector<std::string> RunRankProcesses(const RankGroupOptions& options, const RankBody& body,
+                                          bool share_gpu = false);
+
+// Returns the errors that are not empty, as one text.
+std::string Joined(const std::vector<std::string>& errors);
+
+}  // namespace sluice::testing
