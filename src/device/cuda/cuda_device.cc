@@ -14,6 +14,7 @@
 #include "src/device/cuda/cuda_program.h"
 #include "src/device/cuda/cuda_stream.h"
 #include "src/device/cuda/cupti_trace.h"
+#include "src/device/cuda/nccl_rank_group.h"
 #include "src/device/device_health.h"
 #include "src/device/kernel_set.h"
 #include "src/device/mailbox.h"
@@ -66,6 +67,9 @@ class CudaDevice : public Device {
   absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(const WorkerTeamOptions& options,
                                                             WorkerFn work) override {
     return NewMailboxWorkers(*this, options, std::move(work));
+  }
+  absl::StatusOr<std::unique_ptr<RankGroup>> JoinRanks(const RankGroupOptions& options) override {
+    return JoinNcclRanks(options, &health_);
   }
   HostPlacement Placement() const override { return GpuPlacement(); }
 

@@ -20,9 +20,6 @@ using Clock = std::chrono::steady_clock;
 
 // The interval at which an event is asked for after the spin; a step is far longer.
 constexpr std::chrono::microseconds kPoll{20};
-// A GPU that has not reached an event after this time hangs: no step takes a tenth of it.
-constexpr std::chrono::seconds kStalled{120};
-constexpr int64_t kStalledNanoseconds = std::chrono::nanoseconds(kStalled).count();
 // Pieces of one launch. The number bounds the pinned memory of a list, 96 KiB.
 constexpr size_t kBatch = 4096;
 // Pieces of this size and above go by the copy engine, which then fills the link by itself (128 KiB
@@ -67,8 +64,9 @@ bool CudaEvent::Ready() const {
     Report(health_, error, "the work before an event");
     return true;
   }
-  if (Now() - recorded_at_.load(std::memory_order_relaxed) < kStalledNanoseconds) return false;
-  health_->Fail(absl::StrCat("no progress for ", kStalled.count(), " seconds"));
+  const int64_t waited = Now() - recorded_at_.load(std::memory_order_relaxed);
+  if (absl::Nanoseconds(waited) < health_->stall_limit()) return false;
+  health_->FailStalled();
   return true;
 }
 

@@ -23,8 +23,8 @@ class CudaEvent : public TimedEvent {
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
-  // Also returns true once the event has been pending for two minutes: then the GPU hangs, and the
-  // device has failed.
+  // Also returns true once the event has been pending for DeviceHealth::stall_limit: then the GPU
+  // hangs, or another rank does, and the device has failed.
   bool Ready() const override;
   void Wait() const override;
   absl::Duration Since(const TimedEvent& earlier) const override;

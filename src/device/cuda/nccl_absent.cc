@@ -1,0 +1,11 @@
+// What a build without NCCL's header has in place of nccl_rank_group.cc.
+#include "src/device/cuda/nccl_rank_group.h"
+
+namespace sluice {
+
+absl::StatusOr<std::unique_ptr<RankGroup>> JoinNcclRanks(const RankGroupOptions&, DeviceHealth*) {
+  return absl::FailedPreconditionError(
+      "several ranks on GPUs need NCCL, and nccl.h was not found when this program was built");
+}
+
+}  // namespace sluice

@@ -1,0 +1,248 @@
+#include "src/device/cuda/nccl_rank_group.h"
+
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "src/base/status_macros.h"
+#include "src/device/cuda/cuda_stream.h"
+#include "src/device/cuda/nccl.h"
+#include "src/device/host_ranks.h"
+
+namespace sluice {
+namespace {
+
+// How often the watching thread looks.
+constexpr absl::Duration kLook = absl::Milliseconds(20);
+// How long a rank that leaves waits for the others, whose last operations may still use it.
+constexpr absl::Duration kLeave = absl::Seconds(2);
+
+// What the ranks share beside HostRanks' own.
+struct Shared {
+  RankWord id_there;
+  ncclUniqueId id;
+  RankWord left[kMaxRanks];  // whether the rank needs nobody any more
+};
+
+ncclDataType_t TypeOf(DType type) { return type == DType::kFloat32 ? ncclFloat32 : ncclBfloat16; }
+
+class NcclRankGroup : public RankGroup {
+ public:
+  NcclRankGroup(const RankGroupOptions& options, std::unique_ptr<HostRanks> host, const Nccl* nccl,
+                DeviceHealth* health)
+      : RankGroup(options.rank, options.size),
+        options_(options),
+        host_(std::move(host)),
+        nccl_(*nccl),
+        health_(health) {}
+
+  ~NcclRankGroup() override {
+    if (watch_.joinable()) {
+      HostRanks::Post(shared().left[rank()], 1);
+      for (int other = 0; other < size() && !health_->failed(); ++other) {
+        if (other != rank()) {
+          host_->AwaitFor(shared().left[other], 1, other, kLeave).IgnoreError();
+        }
+      }
+      {
+        absl::MutexLock lock(&mutex_);
+        stop_ = true;
+      }
+      watch_.join();
+    }
+    absl::MutexLock lock(&mutex_);
+    if (comm_ == nullptr) return;
+    for (void* handle : registered_) nccl_.deregister_buffer(comm_, handle);
+    // Not ncclCommDestroy, which waits for the other ranks.
+    nccl_.abort(comm_);
+  }
+
+  // Makes the communicator.
+  absl::Status Connect() {
+    if (rank() == 0) {
+      const ncclResult_t result = nccl_.get_unique_id(&shared().id);
+      if (result != ncclSuccess) return host_->Fail(Failure("an id", result));
+      HostRanks::Post(shared().id_there, 1);
+    }
+    SLUICE_RETURN_IF_ERROR(
+        host_->Await(shared().id_there, 1, 0, options_.join_timeout, "NCCL's id"));
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    absl::MutexLock lock(&mutex_);
+    const ncclResult_t result = nccl_.init(&comm_, size(), shared().id, rank(), &config);
+    SLUICE_RETURN_IF_ERROR(Settle("a communicator", result, options_.join_timeout));
+    watch_ = std::thread([this] { Watch(); });
+    return absl::OkStatus();
+  }
+
+  absl::Status Register(void* data, size_t bytes) override {
+    absl::MutexLock lock(&mutex_);
+    if (comm_ == nullptr) return status();
+    void* handle = nullptr;
+    SLUICE_RETURN_IF_ERROR(Settle("a registered buffer",
+                                  nccl_.register_buffer(comm_, data, bytes, &handle),
+                                  options_.deadline));
+    if (handle != nullptr) registered_.push_back(handle);
+    return absl::OkStatus();
+  }
+
+  void Abort(const std::string& why) override {
+    health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
+  }
+  absl::Status status() const override { return host_->failure(); }
+
+ private:
+  Shared& shared() const { return *reinterpret_cast<Shared*>(host_->data()); }
+
+  absl::Status Failure(const char* what, ncclResult_t result) const {
+    return absl::InternalError(
+        absl::StrCat("NCCL: ", what, " of '", options_.name, "': ", nccl_.error_string(result)));
+  }
+  // Returns why the group cannot go on, or OK.
+  absl::Status Trouble() const {
+    SLUICE_RETURN_IF_ERROR(host_->failure());
+    SLUICE_RETURN_IF_ERROR(health_->status());
+    const int ended = host_->Ended();
+    // A rank that needs nobody any more may end.
+    if (ended >= 0 && shared().left[ended].value.load(std::memory_order_acquire) == 0) {
+      return RankLost(ended, absl::StrCat("of '", options_.name, "' has ended"));
+    }
+    return absl::OkStatus();
+  }
+
+  // Waits until a call that NCCL goes on with by itself is over. A failure is the group's.
+  absl::Status Settle(const char* what, ncclResult_t result, absl::Duration deadline)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const absl::Time give_up = absl::Now() + deadline;
+    absl::Status status;
+    while (status.ok() && result == ncclInProgress) {
+      if (nccl_.async_error(comm_, &result) != ncclSuccess) result = ncclInternalError;
+      if (result != ncclInProgress) break;
+      status = Trouble();
+      if (status.ok() && absl::Now() > give_up) {
+        status = RankLost(
+            rank(), absl::StrCat("of '", options_.name, "' waited ", absl::FormatDuration(deadline),
+                                 " for the others: ", what));
+      }
+      std::this_thread::yield();
+    }
+    if (status.ok() && result != ncclSuccess) {
+      // NCCL often sees a lost rank first, as a broken connection.
+      absl::SleepFor(2 * kLook);
+      status = Trouble();
+      if (status.ok()) status = Failure(what, result);
+    }
+    if (!status.ok()) Fail(status);
+    return status;
+  }
+
+  void Fail(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    health_->FailWith(host_->Fail(why));
+    if (comm_ != nullptr) nccl_.abort(comm_);
+    comm_ = nullptr;
+  }
+
+  void Watch() {
+    for (;;) {
+      absl::SleepFor(kLook);
+      absl::MutexLock lock(&mutex_);
+      if (stop_ || comm_ == nullptr) return;
+      absl::Status status = Trouble();
+      ncclResult_t result = ncclSuccess;
+      if (status.ok() && (nccl_.async_error(comm_, &result) != ncclSuccess ||
+                          (result != ncclSuccess && result != ncclInProgress))) {
+        status = Failure("an operation", result);
+      }
+      if (!status.ok()) Fail(status);
+    }
+  }
+
+  void Enqueue(Stream& stream, const Operation& operation) override {
+    auto& cuda = static_cast<CudaStream&>(stream);
+    if (!cuda.usable()) return;
+    absl::MutexLock lock(&mutex_);
+    if (comm_ == nullptr) return;
+    Settle(CollectiveName(operation.kind), Call(cuda.handle(), operation), options_.deadline)
+        .IgnoreError();
+  }
+
+  ncclResult_t Call(cudaStream_t stream, const Operation& op)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const auto count = static_cast<size_t>(op.count);
+    switch (op.kind) {
+      case Collective::kAllReduce:
+        return nccl_.all_reduce(op.in, op.out, count, TypeOf(op.type), ncclSum, comm_, stream);
+      case Collective::kAllGather:
+        return nccl_.all_gather(op.in, op.out, count, ncclUint8, comm_, stream);
+      case Collective::kReduceScatter:
+        return nccl_.reduce_scatter(op.in, op.out, count, TypeOf(op.type), ncclSum, comm_, stream);
+      case Collective::kAllToAll:
+        return Exchange(stream, op.exchange);
+      case Collective::kBroadcast:
+        return nccl_.broadcast(op.in, op.out, count, ncclUint8, op.peer, comm_, stream);
+      case Collective::kSend:
+        return nccl_.send(op.in, count, ncclUint8, op.peer, comm_, stream);
+      case Collective::kReceive:
+        return nccl_.receive(op.out, count, ncclUint8, op.peer, comm_, stream);
+    }
+    return ncclInvalidArgument;
+  }
+  // NCCL's calls take their sizes from the host, which does not know the counts: whole blocks go.
+  ncclResult_t Exchange(cudaStream_t stream, const AllToAllParams& p)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const size_t block = static_cast<size_t>(p.capacity) * static_cast<size_t>(p.unit_bytes);
+    const auto* send = static_cast<const uint8_t*>(p.send);
+    auto* receive = static_cast<uint8_t*>(p.receive);
+    ncclResult_t result = nccl_.group_start();
+    const auto also = [&result](ncclResult_t next) {
+      if (result == ncclSuccess || result == ncclInProgress) result = next;
+    };
+    for (int other = 0; other < size(); ++other) {
+      const size_t at = static_cast<size_t>(other) * block;
+      also(nccl_.send(p.send_counts + other, 1, ncclInt32, other, comm_, stream));
+      also(nccl_.receive(p.receive_counts + other, 1, ncclInt32, other, comm_, stream));
+      also(nccl_.send(send + at, block, ncclUint8, other, comm_, stream));
+      also(nccl_.receive(receive + at, block, ncclUint8, other, comm_, stream));
+    }
+    const ncclResult_t end = nccl_.group_end();
+    also(end);
+    return result;
+  }
+
+  const RankGroupOptions options_;
+  const std::unique_ptr<HostRanks> host_;
+  const Nccl& nccl_;
+  DeviceHealth* const health_;
+
+  // Guards the communicator: NCCL takes one call at a time.
+  absl::Mutex mutex_;
+  ncclComm_t comm_ ABSL_GUARDED_BY(mutex_) = nullptr;  // null: there is none yet, or it was aborted
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<void*> registered_ ABSL_GUARDED_BY(mutex_);
+  std::thread watch_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<RankGroup>> JoinNcclRanks(const RankGroupOptions& options,
+                                                         DeviceHealth* health) {
+  SLUICE_RETURN_IF_ERROR(CheckRankGroupOptions(options));
+  SLUICE_ASSIGN_OR_RETURN(const Nccl* nccl, LoadNccl());
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
+                          HostRanks::Join({options.name, options.rank, options.size, sizeof(Shared),
+                                           options.join_timeout}));
+  health->SetStall(
+      options.deadline,
+      RankLost(options.rank, absl::StrCat("of '", options.name, "' waited ",
+                                          absl::FormatDuration(options.deadline),
+                                          " for the others, in an operation that does not end")));
+  auto group = std::make_unique<NcclRankGroup>(options, std::move(host), nccl, health);
+  SLUICE_RETURN_IF_ERROR(group->Connect());
+  return group;
+}
+
+}  // namespace sluice
