@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "src/base/status_macros.h"
+#include "src/device/rank_group.h"
 #include "src/model/rope.h"
 #include "src/model/tensor_list.h"
 
@@ -12,7 +13,9 @@ namespace sluice {
 DecoderModel::DecoderModel(const Options& options, const ModelConfig& config, CacheLayout layout,
                            int rope_dim, std::string fingerprint,
                            std::unique_ptr<WeightSource> source, Device* device)
-    : config_(config),
+    : whole_(config),
+      shard_(*ShardOf(config, options.tensor_rank, options.tensor_parallel)),
+      config_(PartOf(config, shard_)),
       max_context_(options.max_context > 0 ? options.max_context : config.max_position_embeddings),
       max_rows_(options.max_rows),
       max_logits_(options.max_logits),
@@ -24,7 +27,11 @@ DecoderModel::DecoderModel(const Options& options, const ModelConfig& config, Ca
       rope_dim_(rope_dim),
       fingerprint_(std::move(fingerprint)),
       source_(std::move(source)),
-      workspace_(device) {}
+      workspace_(device),
+      ranks_(options.ranks) {
+  SLUICE_CHECK(ranks_ == nullptr ||
+               (ranks_->size() == shard_.size && ranks_->rank() == shard_.rank));
+}
 
 int DecoderModel::widest_ffn() const {
   if (!config_.latent.has_value()) return config_.intermediate_size;
@@ -36,13 +43,7 @@ int DecoderModel::widest_ffn() const {
 absl::Status DecoderModel::Initialise() {
   WeightLoader loader(device_, source_.get(), &kept_);
   const int hidden = config_.hidden_size;
-  SLUICE_ASSIGN_OR_RETURN(head_,
-                          loader.Matrix({{HeadTensor(config_), config_.vocab_size}}, hidden));
-  if (!config_.tie_word_embeddings) {
-    SLUICE_ASSIGN_OR_RETURN(embedding_,
-                            loader.Matrix({{kEmbeddingTensor, config_.vocab_size}}, hidden));
-  }
-  SLUICE_ASSIGN_OR_RETURN(final_norm_, loader.Vectors({{kFinalNormTensor, hidden}}));
+  SLUICE_RETURN_IF_ERROR(LoadEnds(loader));
   SLUICE_RETURN_IF_ERROR(LoadLayers(loader));
   SLUICE_ASSIGN_OR_RETURN(inv_freq_, loader.Upload(RopeInverseFrequencies(config_.rope, rope_dim_),
                                                    "RoPE frequencies"));
@@ -61,27 +62,102 @@ absl::Status DecoderModel::Initialise() {
       workspace_.Allocate(&cos_sin_, max_rows_, int64_t{rope_dim_} * 4, "RoPE angles"));
   SLUICE_RETURN_IF_ERROR(
       workspace_.Allocate(&head_input_, max_logits_, hidden * act, "the head's input"));
+  if (!shard_.whole()) SLUICE_RETURN_IF_ERROR(AllocateGathers());
   return AllocateLayers(workspace_);
+}
+
+absl::Status DecoderModel::LoadEnds(WeightLoader& loader) {
+  const int hidden = config_.hidden_size, vocabulary = config_.vocab_size;
+  SLUICE_ASSIGN_OR_RETURN(
+      head_, loader.Matrix({{HeadTensor(config_), vocabulary, shard_.vocabulary}}, hidden));
+  // A rank of several has other elements of the embedding than of the head.
+  if (!config_.tie_word_embeddings || !shard_.whole()) {
+    SLUICE_ASSIGN_OR_RETURN(embedding_,
+                            loader.Matrix({{kEmbeddingTensor, vocabulary}}, hidden, shard_.hidden));
+  }
+  SLUICE_ASSIGN_OR_RETURN(final_norm_, loader.Vectors({{kFinalNormTensor, hidden}}));
+  return absl::OkStatus();
+}
+
+absl::Status DecoderModel::AllocateGathers() {
+  const int64_t own = std::max(int64_t{max_rows_} * shard_.hidden.count,
+                               int64_t{max_logits_} * shard_.vocabulary_step);
+  SLUICE_RETURN_IF_ERROR(workspace_.Allocate(&own_columns_, own, 4, "a rank's columns"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace_.Allocate(&gathered_, own * shard_.size, 4, "all ranks' columns"));
+  SLUICE_RETURN_IF_ERROR(workspace_.Allocate(&all_rows_, shard_.size, 4, "numbers of rows"));
+  const std::unique_ptr<Stream> stream = device_->NewStream(Device::StreamKind::kCopy);
+  const std::unique_ptr<Event> done = device_->NewEvent();
+  stream->Fill(all_rows_.data(), 0x7F, all_rows_.bytes());
+  stream->Record(*done);
+  done->Wait();
+  if (ranks_ == nullptr) return absl::OkStatus();
+  SLUICE_RETURN_IF_ERROR(ranks_->Register(residual_.data(), residual_.bytes()));
+  SLUICE_RETURN_IF_ERROR(ranks_->Register(own_columns_.data(), own_columns_.bytes()));
+  return ranks_->Register(gathered_.data(), gathered_.bytes());
+}
+
+void DecoderModel::AddRanks(Stream& stream, float* sums, int32_t rows) {
+  if (shard_.whole()) return;
+  SLUICE_CHECK(ranks_ != nullptr, "a divided model computes with its ranks");
+  ranks_->AllReduce(stream, sums, sums, int64_t{rows} * config_.hidden_size, DType::kFloat32);
+}
+
+void DecoderModel::GatherColumns(Stream& stream, const float* in, float* out, int32_t rows,
+                                 int step, int all) {
+  SLUICE_CHECK(ranks_ != nullptr, "a divided model computes with its ranks");
+  // Every rank gives as many bytes; a part with fewer columns lies at the front of its place.
+  ranks_->AllGather(stream, in, gathered_.data(), static_cast<size_t>(rows) * size_t(step) * 4);
+  const int last = all - (shard_.size - 1) * step;
+  kernels::TransferParams move{};
+  move.source = gathered_.data();
+  move.target = out;
+  move.source_stride = int64_t{rows} * step * 4;
+  move.target_stride = int64_t{step} * 4;
+  move.source_pitch = move.target_stride;
+  move.target_pitch = int64_t{all} * 4;
+  move.counts = all_rows_.as<int32_t>();
+  move.lists = last == step ? shard_.size : shard_.size - 1;
+  move.capacity = rows;
+  move.unit_bytes = step * 4;
+  kernels_.Transfer(stream, move);
+  if (last == step) return;
+  move.source = gathered_.as<uint8_t>() + move.source_stride * (shard_.size - 1);
+  move.target = out + int64_t{shard_.size - 1} * step;
+  move.source_pitch = int64_t{last} * 4;
+  move.unit_bytes = last * 4;
+  move.lists = 1;
+  kernels_.Transfer(stream, move);
 }
 
 absl::StatusOr<DenseFfn> DecoderModel::LoadFfn(WeightLoader& loader, const std::string& prefix,
                                                int inner, bool bias) {
   const int hidden = config_.hidden_size;
+  const ShardPart part = shard_.whole() ? ShardPart{0, inner} : shard_.inner;
   DenseFfn ffn;
-  SLUICE_ASSIGN_OR_RETURN(ffn.gate_up, loader.Matrix({{prefix + ".gate_proj.weight", inner},
-                                                      {prefix + ".up_proj.weight", inner}},
+  SLUICE_ASSIGN_OR_RETURN(ffn.gate_up, loader.Matrix({{prefix + ".gate_proj.weight", inner, part},
+                                                      {prefix + ".up_proj.weight", inner, part}},
                                                      hidden));
-  SLUICE_ASSIGN_OR_RETURN(ffn.down, loader.Matrix({{prefix + ".down_proj.weight", hidden}}, inner));
+  SLUICE_ASSIGN_OR_RETURN(ffn.down,
+                          loader.Matrix({{prefix + ".down_proj.weight", hidden}}, inner, part));
   if (!bias) return ffn;
-  SLUICE_ASSIGN_OR_RETURN(ffn.gate_up_bias, loader.Vectors({{prefix + ".gate_proj.bias", inner},
-                                                            {prefix + ".up_proj.bias", inner}}));
+  SLUICE_ASSIGN_OR_RETURN(ffn.gate_up_bias,
+                          loader.Vectors({{prefix + ".gate_proj.bias", inner, part},
+                                          {prefix + ".up_proj.bias", inner, part}}));
+  if (!adds_residual()) return ffn;
   SLUICE_ASSIGN_OR_RETURN(ffn.down_bias, loader.Vectors({{prefix + ".down_proj.bias", hidden}}));
   return ffn;
 }
 
 void DecoderModel::Begin(Stream& stream, const StepInputs& in) {
   SLUICE_CHECK(in.rows <= max_rows_ && in.logit_count <= max_logits_);
-  Embed(stream, in.tokens, in.token_stride, in.slots, in.positions, in.rows, residual_.as<float>());
+  float* const residual = residual_.as<float>();
+  float* const own = shard_.whole() ? residual : own_columns_.as<float>();
+  Embed(stream, in.tokens, in.token_stride, in.slots, in.positions, in.rows, own);
+  if (!shard_.whole()) {
+    const int columns = shard_.hidden.count;
+    GatherColumns(stream, own, residual, in.rows, columns, config_.hidden_size);
+  }
   RopeAngles(stream, in.positions, in.rows);
 }
 
@@ -92,7 +168,7 @@ void DecoderModel::Embed(Stream& stream, const int32_t* tokens, int64_t token_st
   embedding.token_stride = token_stride;
   embedding.slots = slots;
   embedding.positions = positions;
-  embedding.table = config_.tie_word_embeddings ? head_.matrix : embedding_.matrix;
+  embedding.table = embedding_.matrix.n > 0 ? embedding_.matrix : head_.matrix;
   embedding.out = out;
   embedding.rows = rows;
   kernels_.Embedding(stream, embedding);
@@ -117,7 +193,8 @@ void DecoderModel::RunFfn(Stream& stream, const DenseFfn& ffn, const void* x, in
                /*accumulate=*/false);
   ops_.SiluMul(stream, gate_up, activated, rows.count, inner);
   ops_.Product(stream, activated, ffn.down, ffn.down_bias, Residual(rows), rows.count, rows.decode,
-               /*accumulate=*/true);
+               /*accumulate=*/adds_residual());
+  AddRanks(stream, Residual(rows), rows.count);
 }
 
 void DecoderModel::Logits(Stream& stream, const StepInputs& in) {
@@ -131,8 +208,11 @@ void DecoderModel::LogitsOf(Stream& stream, const DeviceVector& norm, const Weig
   normed.row_index = rows;
   kernels_.RmsNorm(stream, normed);
   // Each of these rows chooses a token, including the last row of a prompt.
-  ops_.Product(stream, head_input_.data(), head, DeviceVector{}, logits, count, count,
+  float* const own = shard_.whole() ? logits : own_columns_.as<float>();
+  ops_.Product(stream, head_input_.data(), head, DeviceVector{}, own, count, count,
                /*accumulate=*/false);
+  if (shard_.whole()) return;
+  GatherColumns(stream, own, logits, count, shard_.vocabulary_step, config_.vocab_size);
 }
 
 }  // namespace sluice

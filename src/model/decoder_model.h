@@ -8,6 +8,7 @@
 
 #include "src/model/layer_operators.h"
 #include "src/model/model.h"
+#include "src/model/shard.h"
 #include "src/model/weight_loader.h"
 #include "src/model/weight_source.h"
 
@@ -24,12 +25,13 @@ class DecoderModel : public Model {
   int64_t weight_bytes() const override { return weight_bytes_; }
   int64_t workspace_bytes() const override { return workspace_.bytes(); }
 
-  // Takes the weights out of the source, and allocates the buffers that steps write. Call it once,
-  // before anything else.
+  // Takes the rank's weights out of the source, and allocates the buffers that steps write. Call it
+  // once, before anything else.
   absl::Status Initialise();
 
  protected:
-  // RoPE turns the first `rope_dim` elements.
+  // RoPE turns the first `rope_dim` elements. `config` is the whole model's, the layout is the
+  // rank's. REQUIRES: ShardOf takes the options.
   DecoderModel(const Options& options, const ModelConfig& config, CacheLayout layout, int rope_dim,
                std::string fingerprint, std::unique_ptr<WeightSource> source, Device* device);
 
@@ -69,7 +71,15 @@ class DecoderModel : public Model {
   // Returns the RoPE angles of a step's rows from `row` on.
   const float* CosSin(int64_t row) const { return cos_sin_.as<float>() + row * rope_dim_; }
 
-  const ModelConfig config_;
+  // Enqueues sums = the sum of all ranks' `sums`, float32 [rows][hidden]; nothing where the model
+  // is whole.
+  void AddRanks(Stream& stream, float* sums, int32_t rows);
+  // Returns whether this rank adds what only one may add: the residual, and biases behind a sum.
+  bool adds_residual() const { return shard_.rank == 0; }
+
+  const ModelConfig whole_;  // the whole model's
+  const Shard shard_;
+  const ModelConfig config_;  // this rank's part
   const int max_context_;
   const int max_rows_;
   const int max_logits_;
@@ -85,6 +95,11 @@ class DecoderModel : public Model {
  private:
   // Returns the width of the widest dense FFN of the model.
   int widest_ffn() const;
+  absl::Status LoadEnds(WeightLoader& loader);
+  absl::Status AllocateGathers();
+  // Enqueues out = the ranks' `in`, side by side: `in` is own_columns_, float32 [rows][columns], of
+  // which a rank has `step`, or fewer on the last one, and `out` is [rows][all].
+  void GatherColumns(Stream& stream, const float* in, float* out, int32_t rows, int step, int all);
 
   const CacheLayout layout_;
   const int rope_dim_;
@@ -99,6 +114,11 @@ class DecoderModel : public Model {
   Workspace workspace_;
   Buffer cos_sin_;     // float32 [rows][rope_dim / 2][2]
   Buffer head_input_;  // activation [logits][hidden]
+  // Only where the model is divided.
+  RankGroup* const ranks_;
+  Buffer own_columns_;  // float32 [rows][the rank's columns]
+  Buffer gathered_;     // float32 [ranks][rows][a rank's columns]
+  Buffer all_rows_;     // int32 [ranks]: more rows than any step has
 };
 
 }  // namespace sluice

@@ -29,7 +29,9 @@ class DenseModel : public DecoderModel {
   DenseModel(const Options& options, const ModelConfig& config, std::string fingerprint,
              std::unique_ptr<WeightSource> source, Device* device)
       : DecoderModel(options, config,
-                     DenseCacheLayout(config, options.kv_dtype, options.block_tokens),
+                     DenseCacheLayout(PartOf(config, *ShardOf(config, options.tensor_rank,
+                                                              options.tensor_parallel)),
+                                      options.kv_dtype, options.block_tokens),
                      config.head_dim, std::move(fingerprint), std::move(source), device),
         keeps_drift_(options.look_ahead) {}
 
@@ -106,8 +108,10 @@ class DenseModel : public DecoderModel {
 };
 
 absl::Status DenseModel::LoadLayers(WeightLoader& loader) {
-  const int hidden = config_.hidden_size;
-  const int q = config_.q_size(), kv = config_.kv_size();
+  const int hidden = config_.hidden_size, dim = config_.head_dim;
+  const int q = whole_.q_size(), kv = whole_.kv_size();
+  const ShardPart q_part{shard_.heads.first * dim, shard_.heads.count * dim};
+  const ShardPart kv_part{shard_.kv_heads.first * dim, shard_.kv_heads.count * dim};
   for (int i = 0; i < config_.layers; ++i) {
     const auto name = [i](const char* suffix) { return LayerTensor(i, suffix); };
     Layer layer;
@@ -115,13 +119,15 @@ absl::Status DenseModel::LoadLayers(WeightLoader& loader) {
                             loader.Vectors({{name("input_layernorm.weight"), hidden}}));
     SLUICE_ASSIGN_OR_RETURN(layer.post_attention_norm,
                             loader.Vectors({{name("post_attention_layernorm.weight"), hidden}}));
-    SLUICE_ASSIGN_OR_RETURN(layer.qkv, loader.Matrix({{name("self_attn.q_proj.weight"), q},
-                                                      {name("self_attn.k_proj.weight"), kv},
-                                                      {name("self_attn.v_proj.weight"), kv}},
-                                                     hidden));
-    SLUICE_ASSIGN_OR_RETURN(layer.o, loader.Matrix({{name("self_attn.o_proj.weight"), hidden}}, q));
+    SLUICE_ASSIGN_OR_RETURN(layer.qkv,
+                            loader.Matrix({{name("self_attn.q_proj.weight"), q, q_part},
+                                           {name("self_attn.k_proj.weight"), kv, kv_part},
+                                           {name("self_attn.v_proj.weight"), kv, kv_part}},
+                                          hidden));
+    SLUICE_ASSIGN_OR_RETURN(layer.o,
+                            loader.Matrix({{name("self_attn.o_proj.weight"), hidden}}, q, q_part));
     SLUICE_ASSIGN_OR_RETURN(
-        layer.ffn, LoadFfn(loader, name("mlp"), config_.intermediate_size, config_.mlp_bias));
+        layer.ffn, LoadFfn(loader, name("mlp"), whole_.intermediate_size, config_.mlp_bias));
     if (config_.qk_norm) {
       SLUICE_ASSIGN_OR_RETURN(
           layer.q_norm, loader.Vectors({{name("self_attn.q_norm.weight"), config_.head_dim}}));
@@ -130,11 +136,11 @@ absl::Status DenseModel::LoadLayers(WeightLoader& loader) {
     }
     if (config_.qkv_bias) {
       SLUICE_ASSIGN_OR_RETURN(layer.qkv_bias,
-                              loader.Vectors({{name("self_attn.q_proj.bias"), q},
-                                              {name("self_attn.k_proj.bias"), kv},
-                                              {name("self_attn.v_proj.bias"), kv}}));
+                              loader.Vectors({{name("self_attn.q_proj.bias"), q, q_part},
+                                              {name("self_attn.k_proj.bias"), kv, kv_part},
+                                              {name("self_attn.v_proj.bias"), kv, kv_part}}));
     }
-    if (config_.o_bias) {
+    if (config_.o_bias && adds_residual()) {
       SLUICE_ASSIGN_OR_RETURN(layer.o_bias,
                               loader.Vectors({{name("self_attn.o_proj.bias"), hidden}}));
     }
@@ -288,7 +294,8 @@ void DenseModel::Attend(Stream& stream, int layer, const StepInputs& in, RowRang
   params.sequence_rows = sequence_rows_;
   attention.Attend(stream, layer, params);
   ops_.Product(stream, params.out, w.o, w.o_bias, Residual(rows), rows.count, rows.decode,
-               /*accumulate=*/true);
+               /*accumulate=*/adds_residual());
+  AddRanks(stream, Residual(rows), rows.count);
 }
 
 void DenseModel::Ffn(Stream& stream, int layer, const StepInputs& in, RowRange rows,

@@ -1,5 +1,6 @@
 #include "src/model/dummy_weights.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "absl/strings/match.h"
@@ -43,6 +44,16 @@ kernels::WeightFormula DummyFormula(const TensorSpec& tensor, bool tied_head, ui
     scale = Gain(name) / std::sqrt(static_cast<double>(tensor.shape.back()));
   }
   return {state, static_cast<float>(scale), 0.0f};
+}
+
+kernels::WeightFormula FormulaFrom(const kernels::WeightFormula& formula, int64_t first) {
+  // Output number i of splitmix64 depends on state + (i + 1) times its increment alone.
+  constexpr uint64_t kIncrement = 0x9E3779B97F4A7C15ull;
+  const auto skipped = static_cast<uint64_t>(first);
+  kernels::WeightFormula from = formula;
+  from.state += skipped * kIncrement;
+  if (from.live != ~uint64_t{0}) from.live -= std::min(from.live, skipped);
+  return from;
 }
 
 void FillDummy(const TensorSpec& tensor, bool tied_head, uint64_t seed, int64_t first,

@@ -26,6 +26,9 @@ void DummyUniform(const std::string& name, uint64_t seed, int64_t first, absl::S
 // the others.
 kernels::WeightFormula DummyFormula(const TensorSpec& tensor, bool tied_head, uint64_t seed);
 
+// Returns the formula whose element i is element first + i of `formula`.
+kernels::WeightFormula FormulaFrom(const kernels::WeightFormula& formula, int64_t first);
+
 // Fills `out` with the elements [first, first + out.size()) of a dummy tensor as bf16.
 void FillDummy(const TensorSpec& tensor, bool tied_head, uint64_t seed, int64_t first,
                absl::Span<uint16_t> out);

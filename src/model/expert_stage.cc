@@ -19,7 +19,7 @@ absl::StatusOr<ExpertWeights> ExpertStage::Load(WeightLoader& loader, int layer)
                           loader.Matrix({{mlp + ".gate.weight", experts_.routed}}, hidden));
   SLUICE_ASSIGN_OR_RETURN(
       w.bias, loader.Vectors({{mlp + ".gate.e_score_correction_bias", experts_.routed}}));
-  std::vector<WeightLoader::Part> gate_up, down;
+  std::vector<WeightLoader::Tensor> gate_up, down;
   for (int e = 0; e < experts_.routed; ++e) {
     const std::string expert = absl::StrCat(mlp, ".experts.", e);
     gate_up.push_back({expert + ".gate_proj.weight", inner});

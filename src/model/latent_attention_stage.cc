@@ -29,10 +29,10 @@ absl::StatusOr<LatentAttentionWeights> LatentAttentionStage::Load(WeightLoader& 
     return LayerTensor(layer, absl::StrCat("self_attn.", suffix).c_str());
   };
   LatentAttentionWeights w;
-  std::vector<WeightLoader::Part> input = {{name("q_a_proj.weight"), l.q_rank},
-                                           {name("kv_a_proj_with_mqa.weight"), l.entry_dim()}};
+  std::vector<WeightLoader::Tensor> input = {{name("q_a_proj.weight"), l.q_rank},
+                                             {name("kv_a_proj_with_mqa.weight"), l.entry_dim()}};
   if (indexer && l.indexer.has_value()) {
-    const WeightLoader::Part weights{name("indexer.weights_proj.weight"), l.indexer->heads};
+    const WeightLoader::Tensor weights{name("indexer.weights_proj.weight"), l.indexer->heads};
     input.push_back({name("indexer.wk.weight"), kernels::kIndexDim});
     if (l.fp8_weights) {
       SLUICE_ASSIGN_OR_RETURN(w.index_weights, loader.Matrix({weights}, hidden));

@@ -5,6 +5,7 @@
 #include "src/model/fingerprint.h"
 #include "src/model/latent_caches.h"
 #include "src/model/latent_model.h"
+#include "src/model/shard.h"
 #include "src/model/tensor_list.h"
 #include "src/model/weight_source.h"
 
@@ -66,6 +67,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Devic
                      config.max_position_embeddings, ", found ", options.max_context));
   }
   SLUICE_RETURN_IF_ERROR(CacheLayoutOf(config, options.kv_dtype, options.block_tokens).status());
+  SLUICE_RETURN_IF_ERROR(ShardOf(config, options.tensor_rank, options.tensor_parallel).status());
   std::unique_ptr<WeightSource> source;
   if (options.weights != nullptr) {
     SLUICE_ASSIGN_OR_RETURN(source, options.weights(config));

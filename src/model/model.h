@@ -17,6 +17,7 @@ namespace sluice {
 
 class AttentionPolicy;
 class LatentAttention;
+class RankGroup;
 class WeightSource;
 
 // One step's rows, as the device sees them. A row is one token: tokens[slot * token_stride +
@@ -86,11 +87,20 @@ class Model {
     // Whether the checkpoint's layer that drafts is loaded (tensor_list.h: DraftTensors): never, if
     // the checkpoint has it, or always, so that it is an error if it lacks.
     enum class DraftLayer { kNone, kIfThere, kRequired } draft_layer = DraftLayer::kNone;
+    // The model is divided among `tensor_parallel` ranks (shard.h), and this is one of them. All
+    // ranks enqueue the same steps. `ranks` has as many, and outlives the model; null: nothing will
+    // be computed.
+    int tensor_parallel = 1;
+    int tensor_rank = 0;
+    RankGroup* ranks = nullptr;
   };
   // Loads a model. Errors name the file, tensor or key, what was expected and what was found.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const Options& options, Device* device);
   virtual ~Model() = default;
 
+  // Returns the config as this rank sees it: of a divided model, heads, kv_heads and
+  // intermediate_size are the rank's. So is the layout of the caches; the fingerprint is the whole
+  // model's.
   virtual const ModelConfig& config() const = 0;
   virtual const std::string& fingerprint() const = 0;
   virtual const CacheLayout& cache_layout() const = 0;

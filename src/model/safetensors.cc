@@ -248,16 +248,20 @@ absl::Status SafetensorsFile::Read(const TensorInfo& tensor, uint64_t begin, uin
   return absl::OkStatus();
 }
 
-void SafetensorsFile::WillNeed(const TensorInfo& tensor) const { Advise(tensor, MADV_WILLNEED); }
-void SafetensorsFile::DontNeed(const TensorInfo& tensor) const { Advise(tensor, MADV_DONTNEED); }
+void SafetensorsFile::WillNeed(const TensorInfo& tensor, uint64_t begin, uint64_t count) const {
+  Advise(tensor.offset + begin, count, MADV_WILLNEED);
+}
+void SafetensorsFile::DontNeed(const TensorInfo& tensor) const {
+  Advise(tensor.offset, tensor.bytes, MADV_DONTNEED);
+}
 
-void SafetensorsFile::Advise(const TensorInfo& tensor, int advice) const {
-  if (tensor.bytes == 0) return;
+void SafetensorsFile::Advise(uint64_t offset, uint64_t bytes, int advice) const {
+  if (bytes == 0) return;
   // The range is rounded outwards to whole pages: the neighbours' bytes on them come back when they
   // are touched.
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  const uint64_t begin = tensor.offset / page * page;
-  const uint64_t end = tensor.offset + tensor.bytes;
+  const uint64_t begin = offset / page * page;
+  const uint64_t end = offset + bytes;
   // This is only advice. If the kernel does not take it, only memory or time is lost.
   (void)madvise(const_cast<uint8_t*>(base_) + begin, end - begin, advice);
 }

@@ -79,14 +79,16 @@ class SafetensorsFile {
   // Tells the kernel that the tensor's bytes will be read soon, or that they will not. In the
   // latter case its pages leave this process (not the page cache), and a later read pages them in
   // again.
-  void WillNeed(const TensorInfo& tensor) const;
+  void WillNeed(const TensorInfo& tensor) const { WillNeed(tensor, 0, tensor.bytes); }
+  // The same of bytes [begin, begin + count) of the tensor.
+  void WillNeed(const TensorInfo& tensor, uint64_t begin, uint64_t count) const;
   void DontNeed(const TensorInfo& tensor) const;
 
  private:
   SafetensorsFile(std::string path, int fd, const uint8_t* base, uint64_t size)
       : path_(std::move(path)), fd_(fd), base_(base), size_(size) {}
   absl::Status ReadHeader();
-  void Advise(const TensorInfo& tensor, int advice) const;
+  void Advise(uint64_t offset, uint64_t bytes, int advice) const;
 
   const std::string path_;
   const int fd_;

@@ -15,7 +15,9 @@
 #include "src/base/status_macros.h"
 #include "src/device/device.h"
 #include "src/device/kernel_set.h"
+#include "src/model/dummy_weights.h"
 #include "src/model/parallel.h"
+#include "src/model/shard.h"
 #include "src/model/weight_source.h"
 
 namespace sluice {
@@ -32,27 +34,39 @@ class WeightLoader {
   WeightLoader(Device* device, WeightSource* source, std::vector<MatrixView>* kept)
       : device_(device), source_(source), kept_(kept) {}
 
-  struct Part {
+  // A matrix of `rows` rows, or a vector of `rows` elements, of which a part is taken.
+  struct Tensor {
     std::string name;
     int rows;
+    ShardPart taken{0, -1};  // -1: all
+    ShardPart part() const { return taken.count < 0 ? ShardPart{0, rows} : taken; }
   };
-  // Returns the matrices of all parts, one below the other.
-  absl::StatusOr<Weight> Matrix(const std::vector<Part>& parts, int columns) {
+  // Returns the taken rows of all tensors, one below the other, and of them the columns `taken`.
+  absl::StatusOr<Weight> Matrix(const std::vector<Tensor>& tensors, int all_columns,
+                                ShardPart taken) {
     std::vector<MatrixView> views;
     std::vector<MatrixPart> data;
     int64_t rows = 0;
-    for (const Part& part : parts) {
-      rows += part.rows;
-      if (const auto formula = source_->Formula(part.name); formula.has_value()) {
+    const int columns = taken.count;
+    const bool all_wide = columns == all_columns;
+    for (const Tensor& tensor : tensors) {
+      const ShardPart part = tensor.part();
+      rows += part.count;
+      const bool whole = all_wide && part.count == tensor.rows;
+      if (const auto formula = source_->Formula(tensor.name); formula.has_value() && all_wide) {
         data.push_back({.data = nullptr,
-                        .rows = part.rows,
-                        .formula = *formula,
-                        .fp8_formula = source_->IsFp8(part.name)});
+                        .rows = part.count,
+                        .formula = FormulaFrom(*formula, int64_t{part.first} * all_columns),
+                        .fp8_formula = source_->IsFp8(tensor.name)});
         continue;
       }
-      SLUICE_ASSIGN_OR_RETURN(MatrixView view, source_->Matrix(part.name, part.rows, columns));
+      SLUICE_ASSIGN_OR_RETURN(
+          MatrixView view,
+          whole ? source_->Matrix(tensor.name, tensor.rows, columns)
+                : source_->Slice(tensor.name, tensor.rows, all_columns,
+                                 {part.first, part.count, taken.first, taken.count}));
       data.push_back({.data = view.data(),
-                      .rows = part.rows,
+                      .rows = part.count,
                       .fp8 = view.fp8(),
                       .scales = view.fp8() != nullptr ? view.scales().data() : nullptr});
       views.push_back(std::move(view));
@@ -68,6 +82,10 @@ class WeightLoader {
       }
     }
     return weight;
+  }
+
+  absl::StatusOr<Weight> Matrix(const std::vector<Tensor>& tensors, int columns) {
+    return Matrix(tensors, columns, ShardPart{0, columns});
   }
 
   // Returns a matrix on the host, from which others can be made. Give it back to Release.
@@ -102,14 +120,15 @@ class WeightLoader {
     return weight;
   }
 
-  absl::StatusOr<DeviceVector> Vectors(const std::vector<Part>& parts) {
+  absl::StatusOr<DeviceVector> Vectors(const std::vector<Tensor>& tensors) {
     std::vector<float> all;
-    for (const Part& part : parts) {
+    for (const Tensor& tensor : tensors) {
       SLUICE_ASSIGN_OR_RETURN(const std::vector<float> values,
-                              source_->Vector(part.name, part.rows));
-      all.insert(all.end(), values.begin(), values.end());
+                              source_->Vector(tensor.name, tensor.rows));
+      const auto first = values.begin() + tensor.part().first;
+      all.insert(all.end(), first, first + tensor.part().count);
     }
-    return Upload(all, parts.front().name);
+    return Upload(all, tensors.front().name);
   }
 
   absl::StatusOr<DeviceVector> Upload(const std::vector<float>& values, const std::string& what) {

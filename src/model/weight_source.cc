@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
+#include <iterator>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_join.h"
@@ -90,6 +91,11 @@ std::string ListText(const std::vector<std::string>& items) {
       shown < items.size() ? absl::StrCat("; and ", items.size() - shown, " more") : "");
 }
 
+absl::Status NoFp8Slice(const std::string& name) {
+  return absl::UnimplementedError(
+      absl::StrCat("tensor ", name, " is of e4m3, which is not divided among ranks"));
+}
+
 class CheckpointSource : public WeightSource {
  public:
   CheckpointSource(std::string dir, const ModelConfig& config, Checkpoint checkpoint)
@@ -139,6 +145,33 @@ class CheckpointSource : public WeightSource {
     return MatrixView::Owned(std::move(owned), rows, cols);
   }
 
+  absl::StatusOr<MatrixView> Slice(const std::string& name, int64_t rows, int64_t cols,
+                                   const MatrixRange& range) override {
+    SLUICE_ASSIGN_OR_RETURN(const Checkpoint::Entry entry,
+                            Find(name, {rows, cols}, TensorForm::kFloating));
+    const TensorInfo& tensor = *entry.tensor;
+    const auto unit = static_cast<uint64_t>(TensorTypeBytes(tensor.type));
+    const uint64_t first = static_cast<uint64_t>(range.first_row * cols + range.first_col) * unit;
+    const bool whole_rows = range.cols == cols;
+    const uint8_t* data = entry.file->Data(tensor) + first;
+    if (whole_rows && tensor.type == TensorType::kBF16 &&
+        reinterpret_cast<uintptr_t>(data) % 2 == 0) {
+      entry.file->WillNeed(tensor, first, static_cast<uint64_t>(range.rows * cols) * unit);
+      return MatrixView::Borrowed(reinterpret_cast<const uint16_t*>(data), range.rows, cols);
+    }
+    // Read, not mapped: what lies between the pieces stays on the disk.
+    const int64_t pieces = whole_rows ? 1 : range.rows;
+    const auto n = static_cast<size_t>(range.rows * range.cols / pieces);
+    auto owned = std::make_unique_for_overwrite<uint16_t[]>(n * static_cast<size_t>(pieces));
+    std::vector<uint8_t> stored(n * unit);
+    for (int64_t i = 0; i < pieces; ++i) {
+      SLUICE_RETURN_IF_ERROR(entry.file->Read(
+          tensor, first + static_cast<uint64_t>(i * cols) * unit, stored.size(), stored.data()));
+      ConvertToBFloat16(tensor.type, stored.data(), n, owned.get() + static_cast<size_t>(i) * n);
+    }
+    return MatrixView::Owned(std::move(owned), range.rows, range.cols);
+  }
+
   absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) override {
     SLUICE_ASSIGN_OR_RETURN(const Checkpoint::Entry entry, Find(name, {n}, TensorForm::kFloating));
     std::vector<float> out(static_cast<size_t>(n));
@@ -161,10 +194,12 @@ class CheckpointSource : public WeightSource {
 
   void Release(MatrixView view) override {
     if (view.owned()) return;
-    const auto it = by_address_.find(
+    // A view may begin inside a tensor.
+    const auto after = by_address_.upper_bound(
         view.fp8() != nullptr ? view.fp8() : reinterpret_cast<const uint8_t*>(view.data()));
-    SLUICE_CHECK(it != by_address_.end(), "a view of another source was released");
-    it->second.file->DontNeed(*it->second.tensor);
+    SLUICE_CHECK(after != by_address_.begin(), "a view of another source was released");
+    const Checkpoint::Entry& entry = std::prev(after)->second;
+    entry.file->DontNeed(*entry.tensor);
   }
 
   absl::Status CheckNoLeftovers() override {
@@ -231,8 +266,8 @@ class CheckpointSource : public WeightSource {
   const std::string dir_;
   const ModelConfig config_;
   const Checkpoint checkpoint_;
-  std::unordered_map<const uint8_t*, Checkpoint::Entry> by_address_;  // by the tensors' first bytes
-  std::vector<uint8_t> stored_;                                       // scratch of ReadBFloat16
+  std::map<const uint8_t*, Checkpoint::Entry> by_address_;  // by the tensors' first bytes
+  std::vector<uint8_t> stored_;                             // scratch of ReadBFloat16
 };
 
 class DummySource : public WeightSource {
@@ -271,6 +306,23 @@ class DummySource : public WeightSource {
     auto owned = std::make_unique_for_overwrite<uint16_t[]>(n);
     FillDummy(*spec, config_.tie_word_embeddings, kDummySeed, 0, absl::MakeSpan(owned.get(), n));
     return MatrixView::Owned(std::move(owned), rows, cols);
+  }
+
+  absl::StatusOr<MatrixView> Slice(const std::string& name, int64_t rows, int64_t cols,
+                                   const MatrixRange& range) override {
+    SLUICE_ASSIGN_OR_RETURN(const TensorSpec* spec, Find(name, {rows, cols}));
+    if (spec->form == TensorForm::kFp8) return NoFp8Slice(name);
+    auto owned =
+        std::make_unique_for_overwrite<uint16_t[]>(static_cast<size_t>(range.rows * range.cols));
+    const int64_t rows_at_once = std::max<int64_t>(1, kFillAtOnce / range.cols);
+    ParallelRanges(range.rows, rows_at_once, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        FillDummy(*spec, config_.tie_word_embeddings, kDummySeed,
+                  (range.first_row + row) * cols + range.first_col,
+                  absl::MakeSpan(owned.get() + row * range.cols, static_cast<size_t>(range.cols)));
+      }
+    });
+    return MatrixView::Owned(std::move(owned), range.rows, range.cols);
   }
 
   absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) override {
@@ -337,9 +389,29 @@ class ShapeSource : public DummySource {
                                 std::vector<float>(static_cast<size_t>(ScaleCount(rows, cols))),
                                 rows, cols);
   }
+  absl::StatusOr<MatrixView> Slice(const std::string& name, int64_t rows, int64_t cols,
+                                   const MatrixRange& range) override {
+    SLUICE_RETURN_IF_ERROR(Find(name, {rows, cols}).status());
+    const auto n = static_cast<size_t>(range.rows * range.cols);
+    return MatrixView::Owned(std::make_unique_for_overwrite<uint16_t[]>(n), range.rows, range.cols);
+  }
 };
 
 }  // namespace
+
+absl::StatusOr<MatrixView> WeightSource::Slice(const std::string& name, int64_t rows, int64_t cols,
+                                               const MatrixRange& range) {
+  SLUICE_ASSIGN_OR_RETURN(MatrixView whole, Matrix(name, rows, cols));
+  if (whole.data() == nullptr) return NoFp8Slice(name);
+  auto owned =
+      std::make_unique_for_overwrite<uint16_t[]>(static_cast<size_t>(range.rows * range.cols));
+  for (int64_t row = 0; row < range.rows; ++row) {
+    std::copy_n(whole.data() + (range.first_row + row) * cols + range.first_col, range.cols,
+                owned.get() + row * range.cols);
+  }
+  Release(std::move(whole));
+  return MatrixView::Owned(std::move(owned), range.rows, range.cols);
+}
 
 void MatrixView::FloatRow(int64_t row, float* out) const {
   if (data_ != nullptr) {

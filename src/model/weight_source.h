@@ -70,8 +70,16 @@ class MatrixView {
   int64_t cols_;
 };
 
-// The errors of Matrix, Vector and ReadBFloat16 are NOT_FOUND (no such tensor), INVALID_ARGUMENT
-// (another shape, or an element type other than BF16, F16 and F32, or other than
+// Rows [first_row, first_row + rows) and columns [first_col, first_col + cols) of a matrix.
+struct MatrixRange {
+  int64_t first_row = 0;
+  int64_t rows = 0;
+  int64_t first_col = 0;
+  int64_t cols = 0;
+};
+
+// The errors of Matrix, Slice, Vector and ReadBFloat16 are NOT_FOUND (no such tensor),
+// INVALID_ARGUMENT (another shape, or an element type other than BF16, F16 and F32, or other than
 // quantization_config says) and DATA_LOSS (the file could not be read).
 class WeightSource {
  public:
@@ -90,6 +98,11 @@ class WeightSource {
   // converted once (nearest, ties to even) if it is F16 or F32.
   virtual absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows,
                                             int64_t cols) = 0;
+  // Returns a part of a bf16, F16 or F32 matrix of [rows][cols], as bf16, without touching the
+  // others. UNIMPLEMENTED: it is stored as e4m3. (A source that does not know better makes the
+  // whole matrix and keeps the part.)
+  virtual absl::StatusOr<MatrixView> Slice(const std::string& name, int64_t rows, int64_t cols,
+                                           const MatrixRange& range);
   // Returns a norm weight or a bias as float32. Nothing is rounded.
   virtual absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) = 0;
   // Reads the elements [first, first + out.size()) of the flattened tensor as bf16, those of e4m3

@@ -19,9 +19,15 @@ constexpr size_t kPoolBytes = size_t{32} << 20;
 }  // namespace
 
 Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
-                 const Choose& choose) {
+                 const Choose& choose, const RankGroupOptions* ranks) {
   device_ = OrFail(TestDevice(kernels));
   Model::Options options;
+  if (ranks != nullptr) {
+    ranks_ = OrFail(device_->JoinRanks(*ranks));
+    options.tensor_parallel = ranks->size;
+    options.tensor_rank = ranks->rank;
+    options.ranks = ranks_.get();
+  }
   options.directory = model_dir;
   options.kv_dtype = kv_dtype;
   options.max_context = kMaxContext;

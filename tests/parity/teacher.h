@@ -11,6 +11,7 @@
 #include "src/attention/policy_options.h"
 #include "src/device/allocation.h"
 #include "src/device/device.h"
+#include "src/device/rank_group.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 
@@ -24,10 +25,11 @@ struct PlacedPolicy {
 
 class Teacher {
  public:
-  // `choose` changes the policy's options, which name `full` at first.
+  // `choose` changes the policy's options, which name `full` at first. With `ranks` this is one
+  // rank of a group that divides the model, and all ranks are asked for the same.
   using Choose = std::function<void(PolicyOptions&)>;
   Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
-          const Choose& choose = nullptr);
+          const Choose& choose = nullptr, const RankGroupOptions* ranks = nullptr);
 
   // Makes another policy for the same model and device.
   PlacedPolicy Place(const Choose& choose);
@@ -50,6 +52,7 @@ class Teacher {
 
   AttentionPolicy& policy() { return *placed_.policy; }
   Device& device() { return *device_; }
+  const RankGroup& ranks() const { return *ranks_; }
   const Model& model() const { return *model_; }
   const ModelConfig& config() const { return model_->config(); }
   // Returns a copy of what lies at an address of the device.
@@ -64,6 +67,7 @@ class Teacher {
   void AwaitWarm();
   void End();
   std::unique_ptr<Device> device_;
+  std::unique_ptr<RankGroup> ranks_;  // null: the model is whole
   std::unique_ptr<Model> model_;
   PlacedPolicy placed_;
   AttentionPolicy* front_ = nullptr;  // The policy that the model calls.

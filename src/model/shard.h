@@ -1,0 +1,53 @@
+// The part of a dense model that one rank of a tensor-parallel group has (Megatron-LM, arXiv
+// 1909.08053, section 3): whole heads of attention, a part of the FFN's inner width, rows of the
+// head by vocabulary, and columns of the embedding. Pure values and functions, for any thread.
+//
+// A rank computes with its part what one device would compute with all, up to two sums over ranks a
+// layer, behind attention's and behind the FFN's last product. The KV heads are divided among the
+// ranks; where there are fewer of them than ranks, each is on several, which divide its queries'
+// heads, if need be unevenly.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "src/model/model_config.h"
+
+namespace sluice {
+
+// Numbers [first, first + count) of a dimension.
+struct ShardPart {
+  int first = 0;
+  int count = 0;
+};
+
+struct Shard {
+  int rank = 0;
+  int size = 1;
+  ShardPart heads, kv_heads;
+  ShardPart inner;       // of intermediate_size
+  ShardPart hidden;      // columns of the embedding
+  ShardPart vocabulary;  // rows of the head
+  // The rows of every rank's head but the last one's, which may have fewer.
+  int vocabulary_step = 0;
+
+  bool whole() const { return size == 1; }
+};
+
+// Returns the part of rank `rank` of `size`. INVALID_ARGUMENT, which names tensor_parallel, if the
+// model cannot be divided so; UNIMPLEMENTED for latent models and size > 1.
+absl::StatusOr<Shard> ShardOf(const ModelConfig& config, int rank, int size);
+
+// Returns the config as the rank sees it: heads, kv_heads and intermediate_size are the rank's.
+ModelConfig PartOf(const ModelConfig& config, const Shard& shard);
+
+// What a step of `rows` rows and `logits` logit rows moves between ranks, by the operations of
+// src/device/rank_group.h: bytes of this rank's operands.
+struct StepExchange {
+  int64_t all_reduces = 0, all_reduce_bytes = 0;
+  int64_t all_gathers = 0, all_gather_bytes = 0;
+};
+StepExchange ExchangeOf(const ModelConfig& config, const Shard& shard, int64_t rows,
+                        int64_t logits);
+
+}  // namespace sluice

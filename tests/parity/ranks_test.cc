@@ -1,0 +1,203 @@
+// A model that ranks divide among them (src/model/shard.h), each rank a process with a device of
+// its own, held to the same model on one device: logits, greedy tokens, and what is exchanged.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "src/base/status_macros.h"
+#include "src/device/trace.h"
+#include "src/model/model_config.h"
+#include "src/model/shard.h"
+#include "tests/fixtures/fixtures.h"
+#include "tests/parity/against_full.h"
+#include "tests/parity/teacher.h"
+#include "tests/support/device.h"
+#include "tests/support/ranks.h"
+#include "tests/test_main.h"
+
+namespace sluice {
+namespace {
+
+using testing::Best;
+using testing::LongestCase;
+using testing::RelativeError;
+using testing::Teacher;
+
+constexpr int kTokens = 12;  // that are generated behind the prompt
+constexpr int kChunk = 100;  // rows of the prompt in a step
+
+// What a model gave for a prompt: a row of logits for each token, which is their best.
+using Answer = std::vector<std::vector<float>>;
+
+Answer GreedyAnswer(Teacher& teacher, const std::vector<int32_t>& prompt) {
+  std::vector<int32_t> tokens = prompt;
+  const int n = static_cast<int>(prompt.size());
+  tokens.resize(prompt.size() + kTokens);
+  teacher.Begin(tokens);
+  Answer answer;
+  for (int at = 0; at < n; at += kChunk) {
+    const int count = std::min(kChunk, n - at);
+    std::vector<float> logits = teacher.Step(at, count, /*generates=*/false);
+    if (at + count == n) answer.push_back(std::move(logits));
+  }
+  for (int i = 0; i + 1 < kTokens; ++i) {
+    teacher.SetToken(n + i, Best(answer.back()));
+    answer.push_back(teacher.Step(n + i, 1, /*generates=*/true));
+  }
+  return answer;
+}
+
+// Memory that a rank's process leaves its logits in.
+class SharedAnswers {
+ public:
+  SharedAnswers(int ranks, size_t floats) : floats_(floats), bytes_(size_t(ranks) * floats * 4) {
+    memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    SLUICE_CHECK(memory_ != MAP_FAILED);
+  }
+  ~SharedAnswers() { munmap(memory_, bytes_); }
+  float* Of(int rank) const { return static_cast<float*>(memory_) + size_t(rank) * floats_; }
+
+ private:
+  const size_t floats_, bytes_;
+  void* memory_;
+};
+
+// Returns what is wrong with the operations that a rank enqueued for a prompt and its answer.
+std::string CountsWrong(const Teacher& teacher, const ModelConfig& whole, int prompt) {
+  const RankGroup& ranks = teacher.ranks();
+  const Shard shard = *ShardOf(whole, ranks.rank(), ranks.size());
+  StepExchange want;
+  const auto add = [&](int64_t rows) {
+    const StepExchange step = ExchangeOf(whole, shard, rows, /*logits=*/1);
+    want.all_reduces += step.all_reduces;
+    want.all_reduce_bytes += step.all_reduce_bytes;
+    want.all_gathers += step.all_gathers;
+    want.all_gather_bytes += step.all_gather_bytes;
+  };
+  for (int at = 0; at < prompt; at += kChunk) add(std::min(kChunk, prompt - at));
+  for (int i = 0; i + 1 < kTokens; ++i) add(1);
+  const CollectiveCount reduces = ranks.count(Collective::kAllReduce);
+  const CollectiveCount gathers = ranks.count(Collective::kAllGather);
+  if (reduces.calls == want.all_reduces && reduces.bytes == want.all_reduce_bytes &&
+      gathers.calls == want.all_gathers && gathers.bytes == want.all_gather_bytes) {
+    return "";
+  }
+  return absl::StrCat(reduces.calls, " all-reduces of ", reduces.bytes, " bytes, not ",
+                      want.all_reduces, " of ", want.all_reduce_bytes, "; ", gathers.calls,
+                      " all-gathers of ", gathers.bytes, " bytes, not ", want.all_gathers, " of ",
+                      want.all_gather_bytes);
+}
+
+// Checks that `size` ranks give the tokens of one device, and its logits within `tolerance`, and
+// that all of them have the same bits.
+void CheckRanks(const std::string& name, int size, const Teacher::Choose& choose, double tolerance,
+                const std::string& kernels = "portable") {
+  INFO(name << " on " << size << " ranks");
+  const bool cuda = kernels == "cuda";
+  const DType kv = cuda ? DType::kBFloat16 : DType::kFloat32;
+  const std::string dir = fixtures::ModelDir(name);
+  const std::vector<int32_t> prompt = LongestCase(name).prompt;
+  const ModelConfig whole = *LoadModelConfig(dir);
+  const size_t row = static_cast<size_t>(whole.vocab_size), floats = kTokens * row;
+  const SharedAnswers answers(size + 1, floats);
+  const auto leave = [&](const Answer& answer, int place) {
+    for (size_t i = 0; i < answer.size(); ++i) {
+      std::copy(answer[i].begin(), answer[i].end(), answers.Of(place) + i * row);
+    }
+  };
+  // One device too has a process of its own, since a process that has used a GPU cannot fork.
+  const auto alone = testing::RunRankProcesses(testing::RankOptions(1),
+                                               [&](const RankGroupOptions&) -> std::string {
+                                                 Teacher teacher(dir, kernels, kv, choose);
+                                                 leave(GreedyAnswer(teacher, prompt), size);
+                                                 return "";
+                                               });
+  REQUIRE(testing::Joined(alone) == "");
+  const auto wrong = testing::RunRankProcesses(
+      testing::RankOptions(size),
+      [&](const RankGroupOptions& options) {
+        Teacher teacher(dir, kernels, kv, choose, &options);
+        leave(GreedyAnswer(teacher, prompt), options.rank);
+        return CountsWrong(teacher, whole, static_cast<int>(prompt.size()));
+      },
+      /*share_gpu=*/cuda);
+  REQUIRE(testing::Joined(wrong) == "");
+  double worst = 0;
+  for (size_t i = 0; i < kTokens; ++i) {
+    const auto at = [&](int place) {
+      const float* from = answers.Of(place) + i * row;
+      return std::vector<float>(from, from + row);
+    };
+    for (int rank = 1; rank < size; ++rank) {
+      CHECK(std::memcmp(answers.Of(rank) + i * row, answers.Of(0) + i * row, row * 4) == 0);
+    }
+    worst = std::max(worst, RelativeError(at(0), at(size)));
+    CHECK(Best(at(0)) == Best(at(size)));
+  }
+  CHECK(worst <= tolerance);
+  std::printf("%s on %d ranks: logits differ by %.1e at most\n", name.c_str(), size, worst);
+}
+
+void CheckEveryModel(const Teacher::Choose& choose, double tolerance) {
+  for (const std::string& name : fixtures::TinyModels()) {
+    for (const int size : {2, 4}) CheckRanks(name, size, choose, tolerance);
+  }
+}
+
+TEST_CASE("two and four ranks give the logits and tokens of one device", "[ranks]") {
+  CheckEveryModel(nullptr, 1e-3);
+}
+
+TEST_CASE("ranks of scout give the logits and tokens of one device", "[ranks]") {
+  CheckEveryModel(
+      [](PolicyOptions& options) {
+        options.name = "scout";
+        options.dense_layers = 0;
+        options.workers = 1;
+        options.worker_deadline = absl::Seconds(60);
+        options.budget_tokens = 64;
+      },
+      1e-3);
+}
+
+TEST_CASE("ranks of recall give the logits and tokens of one device", "[ranks]") {
+  CheckEveryModel(
+      [](PolicyOptions& options) {
+        options.name = "recall";
+        options.dense_layers = 0;
+        options.budget_tokens = 64;
+      },
+      1e-3);
+}
+
+TEST_CASE("ranks of hgca give the logits and tokens of one device", "[ranks]") {
+  CheckEveryModel(
+      [](PolicyOptions& options) {
+        options.name = "hgca";
+        options.dense_layers = 0;
+        options.workers = 1;
+        options.worker_deadline = absl::Seconds(60);
+        options.hgca.window_tokens = 64;
+      },
+      1e-3);
+}
+
+TEST_CASE("two ranks on one GPU give the tokens of one rank", "[ranks][cuda]") {
+  const auto tried =
+      testing::RunRankProcesses(testing::RankOptions(1), [](const RankGroupOptions&) {
+        return std::string(testing::TestDevice("cuda").status().message());
+      });
+  if (!tried[0].empty()) return SkipTest(tried[0]);
+  // Activations are rounded to bf16, and a sum in another order rounds otherwise.
+  for (const std::string& name : fixtures::TinyModels()) {
+    CheckRanks(name, 2, nullptr, 2e-2, "cuda");
+  }
+}
+
+}  // namespace
+}  // namespace sluice
