@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <catch2/catch.hpp>
+#include <cstdio>
 #include <cstring>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -30,6 +32,8 @@ using testing::Teacher;
 
 constexpr int kTokens = 12;  // that are generated behind the prompt
 constexpr int kChunk = 100;  // rows of the prompt in a step
+constexpr int kBudget = 64;  // tokens, of sparse policies
+constexpr int kMostContext = 1024;
 
 // What a model gave for a prompt: a row of logits for each token, which is their best.
 using Answer = std::vector<std::vector<float>>;
@@ -143,48 +147,109 @@ void CheckRanks(const std::string& name, int size, const Teacher::Choose& choose
   std::printf("%s on %d ranks: logits differ by %.1e at most\n", name.c_str(), size, worst);
 }
 
-void CheckEveryModel(const Teacher::Choose& choose, double tolerance) {
+void CheckEveryModel(const Teacher::Choose& choose) {
   for (const std::string& name : fixtures::TinyModels()) {
-    for (const int size : {2, 4}) CheckRanks(name, size, choose, tolerance);
+    for (const int size : {2, 4}) CheckRanks(name, size, choose, 1e-3);
   }
 }
 
+// Checks a sparse policy whose budget is below the prompts' lengths, where every KV head is on one
+// rank with all heads of its group: then a rank selects what one device selects. Ranks that have
+// the same KV head select for their own heads alone.
+void CheckDividedHeads(const Teacher::Choose& choose) {
+  for (const std::string& name : fixtures::TinyModels()) {
+    const int prompt = static_cast<int>(LongestCase(name).prompt.size());
+    const int kv_heads = LoadModelConfig(fixtures::ModelDir(name))->kv_heads;
+    REQUIRE(prompt > 3 * kBudget);
+    if (kv_heads % 2 == 0) CheckRanks(name, 2, choose, 1e-3);
+  }
+}
+
+Teacher::Choose Scout(int budget) {
+  return [budget](PolicyOptions& options) {
+    options.name = "scout";
+    options.dense_layers = 0;
+    options.workers = 1;
+    options.worker_deadline = absl::Seconds(60);  // A busy machine is no fault.
+    options.budget_tokens = budget;
+  };
+}
+Teacher::Choose Recall(int budget) {
+  return [budget](PolicyOptions& options) {
+    options.name = "recall";
+    options.dense_layers = 0;
+    options.budget_tokens = budget;
+  };
+}
+Teacher::Choose Hgca(float beta) {
+  return [beta](PolicyOptions& options) {
+    options.name = "hgca";
+    options.dense_layers = 0;
+    options.workers = 1;
+    options.worker_deadline = absl::Seconds(60);
+    options.hgca.window_tokens = kBudget;
+    options.hgca.beta = beta;
+  };
+}
+
 TEST_CASE("two and four ranks give the logits and tokens of one device", "[ranks]") {
-  CheckEveryModel(nullptr, 1e-3);
+  CheckEveryModel(nullptr);
 }
 
 TEST_CASE("ranks of scout give the logits and tokens of one device", "[ranks]") {
-  CheckEveryModel(
-      [](PolicyOptions& options) {
-        options.name = "scout";
-        options.dense_layers = 0;
-        options.workers = 1;
-        options.worker_deadline = absl::Seconds(60);
-        options.budget_tokens = 64;
-      },
-      1e-3);
+  CheckDividedHeads(Scout(kBudget));
+  CheckEveryModel(Scout(kMostContext));
 }
 
 TEST_CASE("ranks of recall give the logits and tokens of one device", "[ranks]") {
-  CheckEveryModel(
-      [](PolicyOptions& options) {
-        options.name = "recall";
-        options.dense_layers = 0;
-        options.budget_tokens = 64;
-      },
-      1e-3);
+  CheckDividedHeads(Recall(kBudget));
+  CheckEveryModel(Recall(kMostContext));
 }
 
 TEST_CASE("ranks of hgca give the logits and tokens of one device", "[ranks]") {
-  CheckEveryModel(
-      [](PolicyOptions& options) {
-        options.name = "hgca";
-        options.dense_layers = 0;
-        options.workers = 1;
-        options.worker_deadline = absl::Seconds(60);
-        options.hgca.window_tokens = 64;
-      },
-      1e-3);
+  CheckDividedHeads(Hgca(1.0f));
+  CheckEveryModel(Hgca(0.0f));
+}
+
+// Returns how many operators of each name a decode step launches.
+std::map<std::string, int> LaunchesOfStep(Teacher& teacher, const std::vector<int32_t>& prompt) {
+  std::vector<int32_t> tokens = prompt;
+  tokens.push_back(1);
+  teacher.Begin(tokens);
+  const int n = static_cast<int>(prompt.size());
+  teacher.Step(0, n, /*generates=*/false);
+  auto trace = teacher.device().StartTrace();
+  SLUICE_CHECK(trace.ok());
+  teacher.Step(n, 1, /*generates=*/true);
+  std::map<std::string, int> launches;
+  const auto slices = (*trace)->Stop();
+  SLUICE_CHECK(slices.ok());
+  for (const TraceSlice& slice : *slices) {
+    if (slice.kind == TraceSlice::Kind::kKernel) ++launches[slice.name];
+  }
+  return launches;
+}
+
+TEST_CASE("a rank's step launches what a whole model's does, and its exchanges", "[ranks]") {
+  for (const std::string& name : fixtures::TinyModels()) {
+    const std::string dir = fixtures::ModelDir(name);
+    const std::vector<int32_t> prompt(40, 7);
+    const int layers = LoadModelConfig(dir)->layers;
+    const auto wrong = testing::RunRankProcesses(
+        testing::RankOptions(2), [&](const RankGroupOptions& options) -> std::string {
+          Teacher whole(dir, "portable", DType::kFloat32);
+          std::map<std::string, int> want = LaunchesOfStep(whole, prompt);
+          want["all-reduce"] = 2 * layers;
+          want["all-gather"] = 2;  // the embedding and the logits
+          want["transfer"] += 2;
+          Teacher rank(dir, "portable", DType::kFloat32, nullptr, &options);
+          const std::map<std::string, int> got = LaunchesOfStep(rank, prompt);
+          std::string text;
+          for (const auto& [what, n] : got) absl::StrAppend(&text, what, " ", n, " ");
+          return got == want ? "" : "launches " + text;
+        });
+    CHECK(testing::Joined(wrong) == "");
+  }
 }
 
 TEST_CASE("two ranks on one GPU give the tokens of one rank", "[ranks][cuda]") {
