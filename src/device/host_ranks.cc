@@ -86,6 +86,7 @@ struct HostRanks::Header {
   int32_t code;
   char why[kWhyBytes];
   RankWord joined[kMaxRanks];
+  std::atomic<uint32_t> left[kMaxRanks];
 };
 
 bool HostRanks::IsFree(int fd, int rank) {
@@ -99,6 +100,7 @@ HostRanks::HostRanks(const Options& options, int fd, Header* header)
     : options_(options), fd_(fd), header_(header) {}
 
 HostRanks::~HostRanks() {
+  header_->left[options_.rank].store(1, std::memory_order_release);
   munmap(header_, (sizeof(Header) + kPage - 1) / kPage * kPage + options_.bytes);
   close(fd_);
 }
@@ -262,7 +264,8 @@ absl::Status HostRanks::Await(RankWord& word, uint32_t value, int who, absl::Dur
 
 int HostRanks::Ended() const {
   for (int rank = 0; rank < size(); ++rank) {
-    if (IsGone(rank)) return rank;
+    // The mark comes before the lock goes, so it is looked at after it.
+    if (IsGone(rank) && header_->left[rank].load(std::memory_order_acquire) == 0) return rank;
   }
   return -1;
 }

@@ -39,7 +39,7 @@ class HostRanks {
   // ALREADY_EXISTS: the name, or the rank, is taken by a live process; INVALID_ARGUMENT: another
   // rank has other sizes; RESOURCE_EXHAUSTED: there is no room in /dev/shm.
   static absl::StatusOr<std::unique_ptr<HostRanks>> Join(const Options& options);
-  // Leaves: the others see this rank as ended.
+  // Leaves, in good order: who still waits for this rank fails, and nobody else.
   ~HostRanks();
   HostRanks(const HostRanks&) = delete;
   HostRanks& operator=(const HostRanks&) = delete;
@@ -60,7 +60,7 @@ class HostRanks {
   // The same without a deadline: only the end of a rank ends the wait. False: `timeout` passed.
   absl::StatusOr<bool> AwaitFor(RankWord& word, uint32_t value, int who, absl::Duration timeout);
 
-  // Returns a rank that has ended or left, or -1.
+  // Returns a rank that has ended without leaving in good order, or -1.
   int Ended() const;
   // Makes failure() not OK on every rank and ends all waits. Returns the failure that stays, which
   // is the first.

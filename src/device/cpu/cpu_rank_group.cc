@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/host_stream.h"
 #include "src/device/host_ranks.h"
@@ -19,6 +21,8 @@ namespace {
 
 // Bytes of a half of a pair's area, for Send and Receive.
 constexpr size_t kPairBytes = size_t{64} << 10;
+// How often the watching thread looks.
+constexpr absl::Duration kLook = absl::Milliseconds(50);
 
 // What a rank shows beside its data, so that ranks that do not call the same operation notice.
 struct Shown {
@@ -46,7 +50,12 @@ class CpuRankGroup : public RankGroup {
         host_(std::move(host)),
         health_(health),
         sources_(static_cast<size_t>(options.size)),
-        counts_(static_cast<size_t>(options.size * options.size)) {}
+        counts_(static_cast<size_t>(options.size * options.size)),
+        watch_([this] { Watch(); }) {}
+  ~CpuRankGroup() override {
+    stop_.Notify();
+    watch_.join();
+  }
 
   static size_t SharedBytes(const RankGroupOptions& options) {
     const auto n = static_cast<size_t>(options.size);
@@ -68,6 +77,18 @@ class CpuRankGroup : public RankGroup {
     static_cast<HostStream&>(stream).Enqueue<Work>(
         [](const Work& work, CpuTeam*) { work.group->Run(work.operation); }, Work{this, operation},
         {CollectiveName(operation.kind), TraceSlice::Kind::kKernel, 0});
+  }
+
+  // Notices a rank that ends while nobody waits for it.
+  void Watch() {
+    while (!stop_.WaitForNotificationWithTimeout(kLook) && status().ok()) {
+      const int ended = host_->Ended();
+      if (ended >= 0) {
+        host_->Fail(RankLost(ended, absl::StrCat("of '", options_.name, "' has ended")))
+            .IgnoreError();
+      }
+    }
+    if (!status().ok()) health_->FailWith(status());
   }
 
   void Run(const Operation& operation) {
@@ -345,6 +366,9 @@ class CpuRankGroup : public RankGroup {
   uint32_t round_ = 0;
   std::vector<const uint8_t*> sources_;  // [size]
   std::vector<int32_t> counts_;          // [size][size], by sender and receiver, of an exchange
+
+  absl::Notification stop_;
+  std::thread watch_;
 };
 
 }  // namespace

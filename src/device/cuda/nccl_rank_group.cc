@@ -107,11 +107,8 @@ class NcclRankGroup : public RankGroup {
     SLUICE_RETURN_IF_ERROR(host_->failure());
     SLUICE_RETURN_IF_ERROR(health_->status());
     const int ended = host_->Ended();
-    // A rank that needs nobody any more may end.
-    if (ended >= 0 && shared().left[ended].value.load(std::memory_order_acquire) == 0) {
-      return RankLost(ended, absl::StrCat("of '", options_.name, "' has ended"));
-    }
-    return absl::OkStatus();
+    if (ended < 0) return absl::OkStatus();
+    return RankLost(ended, absl::StrCat("of '", options_.name, "' has ended"));
   }
 
   // Waits until a call that NCCL goes on with by itself is over. A failure is the group's.

@@ -1,0 +1,100 @@
+#include "src/device/rank_channel.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "src/base/status_macros.h"
+#include "src/device/rank_group.h"
+
+namespace sluice {
+namespace {
+
+// Bytes of the ring: some thousand plans. It divides 2^32, since positions wrap.
+constexpr uint32_t kRing = uint32_t{1} << 20;
+constexpr absl::Duration kLook = absl::Seconds(1);
+
+}  // namespace
+
+struct RankChannel::Shared {
+  RankWord written;           // bytes
+  RankWord read[kMaxRanks];   // bytes, by rank
+  RankWord meets[kMaxRanks];  // meetings that the rank has come to
+  uint8_t ring[kRing];
+};
+
+RankChannel::RankChannel(const Options& options, std::unique_ptr<HostRanks> host)
+    : options_(options), host_(std::move(host)) {}
+
+RankChannel::Shared& RankChannel::shared() const {
+  return *reinterpret_cast<Shared*>(host_->data());
+}
+
+absl::StatusOr<std::unique_ptr<RankChannel>> RankChannel::Join(const Options& options) {
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
+                          HostRanks::Join({options.name, options.rank, options.size, sizeof(Shared),
+                                           options.join_timeout}));
+  return std::unique_ptr<RankChannel>(new RankChannel(options, std::move(host)));
+}
+
+absl::Status RankChannel::Write(const uint8_t* data, size_t bytes) {
+  Shared& s = shared();
+  while (bytes > 0) {
+    const uint32_t at = position_ % kRing;
+    const auto n = static_cast<uint32_t>(std::min<size_t>({bytes, kRing - at, kRing / 2}));
+    for (int rank = 1; rank < size(); ++rank) {
+      SLUICE_RETURN_IF_ERROR(
+          host_->Await(s.read[rank], position_ + n - kRing, rank, options_.deadline, "a plan"));
+    }
+    std::memcpy(s.ring + at, data, n);
+    position_ += n;
+    HostRanks::Post(s.written, position_);
+    data += n;
+    bytes -= n;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RankChannel::Read(uint8_t* data, size_t bytes) {
+  Shared& s = shared();
+  while (bytes > 0) {
+    const uint32_t at = position_ % kRing;
+    const auto n = static_cast<uint32_t>(std::min<size_t>({bytes, kRing - at, kRing / 2}));
+    for (bool there = false; !there;) {
+      SLUICE_ASSIGN_OR_RETURN(there, host_->AwaitFor(s.written, position_ + n, 0, kLook));
+    }
+    std::memcpy(data, s.ring + at, n);
+    position_ += n;
+    HostRanks::Post(s.read[rank()], position_);
+    data += n;
+    bytes -= n;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RankChannel::Send(absl::Span<const uint8_t> message) {
+  SLUICE_CHECK(rank() == 0, "rank 0 sends");
+  const auto bytes = static_cast<uint32_t>(message.size());
+  SLUICE_RETURN_IF_ERROR(Write(reinterpret_cast<const uint8_t*>(&bytes), sizeof(bytes)));
+  return Write(message.data(), message.size());
+}
+
+absl::StatusOr<absl::Span<const uint8_t>> RankChannel::Receive() {
+  SLUICE_CHECK(rank() != 0, "rank 0 sends");
+  uint32_t bytes = 0;
+  SLUICE_RETURN_IF_ERROR(Read(reinterpret_cast<uint8_t*>(&bytes), sizeof(bytes)));
+  message_.resize(bytes);
+  SLUICE_RETURN_IF_ERROR(Read(message_.data(), bytes));
+  return absl::MakeConstSpan(message_);
+}
+
+absl::Status RankChannel::Meet(absl::Duration timeout) {
+  Shared& s = shared();
+  HostRanks::Post(s.meets[rank()], ++meetings_);
+  for (int other = 0; other < size(); ++other) {
+    SLUICE_RETURN_IF_ERROR(host_->Await(s.meets[other], meetings_, other, timeout, "the start"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace sluice

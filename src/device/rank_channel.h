@@ -1,0 +1,60 @@
+// RankChannel carries messages from rank 0 to all other ranks of one host, in order, through shared
+// memory: the plans of steps. One thread of each rank uses it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "src/device/host_ranks.h"
+
+namespace sluice {
+
+class RankChannel {
+ public:
+  struct Options {
+    std::string name;  // another one than that of the ranks' group
+    int rank = 0;
+    int size = 1;
+    absl::Duration join_timeout = absl::Seconds(60);
+    // How long a sender waits for room: for a rank that lives and takes nothing.
+    absl::Duration deadline = absl::Seconds(30);
+  };
+  // Waits until every rank has joined. Returns HostRanks::Join's errors.
+  static absl::StatusOr<std::unique_ptr<RankChannel>> Join(const Options& options);
+
+  // Sends a message, of any length, to every other rank. UNAVAILABLE, reason RANK_LOST: a rank has
+  // ended, or took nothing for the deadline. REQUIRES: rank 0.
+  absl::Status Send(absl::Span<const uint8_t> message);
+  // Waits, for as long as rank 0 lives, and returns the next message, which is valid until the next
+  // call. UNAVAILABLE, reason RANK_LOST: rank 0 has ended, or the group has failed. REQUIRES: not
+  // rank 0.
+  absl::StatusOr<absl::Span<const uint8_t>> Receive();
+  // Waits until every rank has called it as often as this one. UNAVAILABLE: one has ended, or did
+  // not come in time.
+  absl::Status Meet(absl::Duration timeout);
+
+  int rank() const { return host_->rank(); }
+  int size() const { return host_->size(); }
+
+ private:
+  struct Shared;
+  RankChannel(const Options& options, std::unique_ptr<HostRanks> host);
+  Shared& shared() const;
+  // Write and read bytes of the ring, in as many pieces as it takes.
+  absl::Status Write(const uint8_t* data, size_t bytes);
+  absl::Status Read(uint8_t* data, size_t bytes);
+
+  const Options options_;
+  const std::unique_ptr<HostRanks> host_;
+  uint32_t position_ = 0;  // bytes written or read so far; wraps
+  uint32_t meetings_ = 0;
+  std::vector<uint8_t> message_;
+};
+
+}  // namespace sluice

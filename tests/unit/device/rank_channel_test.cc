@@ -1,0 +1,112 @@
+// Messages from rank 0 to the others, and the ends of a channel.
+#include "src/device/rank_channel.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "src/base/error.h"
+#include "src/base/rng.h"
+#include "tests/support/ranks.h"
+#include "tests/test_main.h"
+
+namespace sluice {
+namespace {
+
+absl::StatusOr<std::unique_ptr<RankChannel>> Join(const RankGroupOptions& options) {
+  return RankChannel::Join(
+      {options.name, options.rank, options.size, options.join_timeout, absl::Seconds(5)});
+}
+
+// Message number `i`: of lengths from nothing to more than the ring holds.
+std::vector<uint8_t> Message(int i) {
+  SplitMix64 random(static_cast<uint64_t>(i));
+  const size_t bytes = i == 150 ? (size_t{3} << 20) + 1 : random.Below(i % 10 == 0 ? 300'000 : 500);
+  std::vector<uint8_t> message(bytes);
+  for (uint8_t& b : message) b = static_cast<uint8_t>(random.Below(256));
+  return message;
+}
+
+std::string Carry(const RankGroupOptions& options) {
+  const auto channel = Join(options);
+  if (!channel.ok()) return std::string(channel.status().message());
+  for (int i = 0; i < 300; ++i) {
+    const std::vector<uint8_t> want = Message(i);
+    if (options.rank == 0) {
+      if (const auto sent = (*channel)->Send(want); !sent.ok()) return sent.ToString();
+      continue;
+    }
+    const auto got = (*channel)->Receive();
+    if (!got.ok()) return got.status().ToString();
+    if (std::vector<uint8_t>(got->begin(), got->end()) != want) {
+      return absl::StrCat("message ", i, " is another");
+    }
+  }
+  return std::string((*channel)->Meet(absl::Seconds(10)).message());
+}
+
+TEST_CASE("every rank receives rank 0's messages in order", "[device][ranks]") {
+  for (const int size : {1, 2, 3}) {
+    const RankGroupOptions options = testing::RankOptions(size);
+    CHECK(testing::Joined(testing::RunRankThreads(options, Carry)) == "");
+  }
+}
+TEST_CASE("every rank receives rank 0's messages in order (processes)", "[device][processes]") {
+  const RankGroupOptions options = testing::RankOptions(3);
+  CHECK(testing::Joined(testing::RunRankProcesses(options, Carry)) == "");
+}
+
+// Returns what is wrong with an end that names rank `rank`.
+std::string NotBlamed(const absl::Status& status, int rank) {
+  const bool named = status.message().find(absl::StrCat("rank ", rank, " ")) != std::string::npos;
+  return absl::IsUnavailable(status) && ReasonOf(status) == "RANK_LOST" && named
+             ? ""
+             : "ended with " + status.ToString();
+}
+
+TEST_CASE("a channel ends when a rank is killed", "[device][processes]") {
+  for (const int victim : {0, 1}) {
+    const auto wrong = testing::RunRankProcesses(
+        testing::RankOptions(3), [victim](const RankGroupOptions& options) -> std::string {
+          const auto channel = Join(options);
+          if (!channel.ok()) return std::string(channel.status().message());
+          if (options.rank == victim) {
+            absl::SleepFor(absl::Milliseconds(100));
+            raise(SIGKILL);
+          }
+          const absl::Time start = absl::Now();
+          absl::Status status;
+          while (status.ok()) {  // the ring fills, since the victim takes nothing
+            status = options.rank == 0 ? (*channel)->Send(std::vector<uint8_t>(100'000))
+                                       : (*channel)->Receive().status();
+          }
+          if (absl::Now() - start > absl::Seconds(2)) return "it took too long";
+          return NotBlamed(status, victim);
+        });
+    for (size_t rank = 0; rank < 3; ++rank) {
+      CHECK(wrong[rank] == (static_cast<int>(rank) == victim ? "died" : ""));
+    }
+  }
+}
+
+TEST_CASE("a meeting ends by its time, and names who did not come", "[device][ranks]") {
+  const auto wrong = testing::RunRankThreads(
+      testing::RankOptions(3), [](const RankGroupOptions& options) -> std::string {
+        const auto channel = Join(options);
+        if (!channel.ok()) return std::string(channel.status().message());
+        if (options.rank == 2) {
+          absl::SleepFor(absl::Milliseconds(400));
+          return "";
+        }
+        return NotBlamed((*channel)->Meet(absl::Milliseconds(200)), 2);
+      });
+  CHECK(testing::Joined(wrong) == "");
+}
+
+}  // namespace
+}  // namespace sluice
