@@ -40,6 +40,7 @@ absl::StatusOr<std::unique_ptr<BatchState>> BatchState::Create(const Options& op
 
 BatchState::BatchState(const Options& options, Device* device, const Model& model)
     : device_(device),
+      log_(options.log),
       slots_(options.slots),
       max_context_(options.max_context),
       draft_tokens_(options.draft_tokens),
@@ -103,13 +104,27 @@ BatchState::Results BatchState::ResultsAt(const Buffer& buffer) const {
 void BatchState::Join(Stream& stream, int slot, absl::Span<const int32_t> tokens,
                       const SamplingParams& params, uint64_t seed, int32_t prompt_length,
                       absl::Span<const int32_t> stop_ids) {
-  SLUICE_CHECK(static_cast<int64_t>(tokens.size()) <= max_context_ &&
-               stop_ids.size() <= kMaxStopIds && params.logit_bias.size() <= kMaxLogitBias);
-  const SamplingSlot sampling =
+  Joining joining;
+  joining.tokens = tokens;
+  joining.sampling =
       MakeSamplingSlot(params, seed, prompt_length, static_cast<int32_t>(stop_ids.size()));
+  joining.stop_ids = stop_ids;
+  SLUICE_CHECK(params.logit_bias.size() <= kMaxLogitBias);
+  std::array<Joining::LogitBias, kMaxLogitBias> bias;
+  size_t count = 0;
+  for (const auto& [id, value] : params.logit_bias) bias[count++] = {id, value};
+  joining.logit_bias = absl::MakeConstSpan(bias.data(), count);
+  Join(stream, slot, joining);
+}
+
+void BatchState::Join(Stream& stream, int slot, const Joining& joining) {
+  const absl::Span<const int32_t> tokens = joining.tokens, stop_ids = joining.stop_ids;
+  SLUICE_CHECK(static_cast<int64_t>(tokens.size()) <= max_context_ &&
+               stop_ids.size() <= kMaxStopIds && joining.logit_bias.size() <= kMaxLogitBias);
+  if (log_ != nullptr) log_->Joined(slot, joining);
   auto* bias_ids = host_tables_.bias_ids.as<int32_t>() + int64_t{slot} * kMaxLogitBias;
   auto* bias_values = host_tables_.bias_values.as<float>() + int64_t{slot} * kMaxLogitBias;
-  for (const auto& [id, value] : params.logit_bias) {
+  for (const auto& [id, value] : joining.logit_bias) {
     *bias_ids++ = static_cast<int32_t>(id);
     *bias_values++ = value;
   }
@@ -117,7 +132,7 @@ void BatchState::Join(Stream& stream, int slot, absl::Span<const int32_t> tokens
             host_tables_.tokens.as<int32_t>() + int64_t{slot} * max_context_);
   std::copy(stop_ids.begin(), stop_ids.end(),
             host_tables_.stop_ids.as<int32_t>() + int64_t{slot} * kMaxStopIds);
-  host_tables_.sampling.as<SamplingSlot>()[slot] = sampling;
+  host_tables_.sampling.as<SamplingSlot>()[slot] = joining.sampling;
 
   const auto send = [&](Buffer Tables::*table, size_t row_bytes, size_t bytes) {
     if (bytes == 0) return;
@@ -128,8 +143,8 @@ void BatchState::Join(Stream& stream, int slot, absl::Span<const int32_t> tokens
   send(&Tables::tokens, static_cast<size_t>(max_context_) * 4, tokens.size() * 4);
   send(&Tables::sampling, sizeof(SamplingSlot), sizeof(SamplingSlot));
   send(&Tables::stop_ids, kMaxStopIds * 4, stop_ids.size() * 4);
-  send(&Tables::bias_ids, kMaxLogitBias * 4, params.logit_bias.size() * 4);
-  send(&Tables::bias_values, kMaxLogitBias * 4, params.logit_bias.size() * 4);
+  send(&Tables::bias_ids, kMaxLogitBias * 4, joining.logit_bias.size() * 4);
+  send(&Tables::bias_values, kMaxLogitBias * 4, joining.logit_bias.size() * 4);
   stream.Record(joined(slot));
 }
 
@@ -276,6 +291,7 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
                         AttentionPolicy& policy, absl::Span<const int32_t> tokens) {
   SLUICE_CHECK(plan.row_count <= max_rows_ && plan.sample_count <= max_samples_ &&
                std::ssize(tokens) <= (draft_tokens_ > 0 ? plan.row_count : 0));
+  if (log_ != nullptr) log_->Launching(buffer, plan);
   const auto b = static_cast<size_t>(buffer);
   Marks& marks = marks_[b];
   const bool timed = std::exchange(marks.timed, false);

@@ -31,6 +31,8 @@
 
 namespace sluice {
 
+class BatchLog;
+
 class BatchState {
  public:
   // Maximum steps that are launched and not yet read.
@@ -42,6 +44,7 @@ class BatchState {
     int draft_tokens = 0;  // maximum drafts of a sequence in a step
     // Whether the model's draft layer makes them, behind the sampling of every step.
     bool device_drafts = false;
+    BatchLog* log = nullptr;  // told of every Join and Launch before it is enqueued; may be null
   };
   static absl::StatusOr<std::unique_ptr<BatchState>> Create(const Options& options, Device* device,
                                                             const Model& model);
@@ -51,6 +54,19 @@ class BatchState {
   // nothing. From then on Launch must be called with streams of the kind of `stream`, and with
   // `model` and `policy`, which outlive this. Returns the device's errors.
   absl::Status RecordPrograms(Stream& stream, Model& model, AttentionPolicy& policy);
+
+  // What a sequence brings to its slot.
+  struct Joining {
+    struct LogitBias {
+      uint32_t id;
+      float value;
+    };
+    absl::Span<const int32_t> tokens;
+    kernels::SamplingSlot sampling{};
+    absl::Span<const int32_t> stop_ids;
+    absl::Span<const LogitBias> logit_bias;
+  };
+  void Join(Stream& stream, int slot, const Joining& joining);
 
   // Puts a sequence's tokens and sampling state into `slot`. REQUIRES: no step that has the slot is
   // under way; tokens.size() <= max_context.
@@ -182,6 +198,7 @@ class BatchState {
   };
 
   Device* const device_;
+  BatchLog* const log_;
   const int slots_;
   const int max_context_;
   const int draft_tokens_;
@@ -206,6 +223,14 @@ class BatchState {
   std::array<int32_t, kDepth> draft_stride_{};   // samples of the step in each buffer
   std::vector<StepProgram> programs_;            // by rows, ascending
   std::vector<std::unique_ptr<Event>> joined_;   // by slot
+};
+
+// Is told what joins the batch and which steps are launched, in order.
+class BatchLog {
+ public:
+  virtual ~BatchLog() = default;
+  virtual void Joined(int slot, const BatchState::Joining& joining) = 0;
+  virtual void Launching(int buffer, const StepPlan& plan) = 0;
 };
 
 }  // namespace sluice

@@ -24,6 +24,7 @@
 namespace sluice {
 
 class AttentionPolicy;
+class BatchLog;
 class Drafter;
 class FinishRate;
 class Metrics;
@@ -102,6 +103,7 @@ class Engine : public Generator {
     FinishRate* finish_rate = nullptr;  // notified of every end, asked for refusals; may be null
     TurnTrace* trace = nullptr;         // notified of every phase; may be null
     Drafter* drafter = nullptr;         // null: no speculation
+    BatchLog* batch_log = nullptr;  // told what joins the batch and which steps run; may be null
   };
   // Returns INVALID_ARGUMENT if there is a drafter and the policy cannot verify drafts.
   // REQUIRES: the model's steps have max_sequences * (1 + draft_tokens) rows and logits at least.

@@ -1,0 +1,68 @@
+// RankFollower runs the steps of a rank other than 0: it does with its own model, policy and device
+// what the leader's engine does with its (rank_plan.h). It serves nobody and reads no results. One
+// thread uses it.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "src/attention/attention_policy.h"
+#include "src/device/device.h"
+#include "src/device/rank_channel.h"
+#include "src/device/rank_group.h"
+#include "src/engine/batch_state.h"
+#include "src/engine/rank_plan.h"
+#include "src/model/model.h"
+
+namespace sluice {
+
+class RankFollower : private RankOrders {
+ public:
+  struct Options {
+    int slots = 0;
+    int max_context = 0;
+  };
+  // All of them outlive the follower.
+  struct Parts {
+    Device* device = nullptr;
+    Model* model = nullptr;
+    AttentionPolicy* policy = nullptr;
+    RankChannel* channel = nullptr;
+    RankGroup* ranks = nullptr;
+  };
+  // Records the steps' programs, as Engine::Create does on the leader at the same time.
+  static absl::StatusOr<std::unique_ptr<RankFollower>> Create(const Options& options,
+                                                              const Parts& parts);
+  ~RankFollower() override;
+
+  // Runs until the leader stops. Returns the failure of the group or the device otherwise; then the
+  // other ranks end too.
+  absl::Status Run();
+
+ private:
+  RankFollower(const Parts& parts, int slots, std::unique_ptr<BatchState> batch,
+               std::unique_ptr<Stream> stream);
+  absl::Status Admit(int slot, int64_t total, bool firm) override;
+  absl::Status BeginPrompt(int slot, int64_t tokens, int64_t cached) override;
+  absl::Status EndPrompt(int slot, int64_t tokens) override;
+  absl::Status Warm(int slot) override;
+  absl::Status Grow(int slot, int64_t tokens) override;
+  absl::Status Release(int slot) override;
+  absl::Status Join(int slot, const BatchState::Joining& joining) override;
+  absl::Status Step(int buffer, const StepPlan& plan) override;
+
+  absl::Status RunOrders();
+  // Waits until a step is done, and checks what its sequences were given.
+  absl::Status Finish(int buffer);
+  absl::Status FinishAll();
+
+  const Parts parts_;
+  const std::unique_ptr<BatchState> batch_;
+  const std::unique_ptr<Stream> stream_;
+  std::vector<bool> held_;                                    // by slot: whether a sequence has it
+  std::array<std::vector<int>, BatchState::kDepth> members_;  // slots of each buffer's step
+};
+
+}  // namespace sluice

@@ -1,0 +1,91 @@
+// What the leader of a group of ranks tells the others: every change of the batch and of its
+// placement, and every step, in the leader's order. Each rank does the same with its own device, so
+// that all enqueue the same operations. A message holds what happened since the step before, and
+// the step: some 100 bytes, and 24 more for each sequence, beside the prompts of new ones.
+//
+// Both sides are of one build, so the encoding is that of the machine.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "src/engine/batch_state.h"
+#include "src/scheduler/planner.h"
+
+namespace sluice {
+
+enum class RankOrder : uint8_t {
+  kAdmit,        // slot, total tokens, whether the promise is firm
+  kBeginPrompt,  // slot, tokens, cached tokens
+  kEndPrompt,    // slot, tokens
+  kWarm,         // slot: the leader saw that it is warm
+  kGrow,         // slot, tokens
+  kRelease,      // slot
+  kJoin,         // BatchState::Joining
+  kStep,         // buffer, StepPlan
+  kStop,
+};
+
+class RankPlanWriter {
+ public:
+  void Admit(int slot, int64_t total, bool firm);
+  void BeginPrompt(int slot, int64_t tokens, int64_t cached);
+  void EndPrompt(int slot, int64_t tokens);
+  void Warm(int slot);
+  void Grow(int slot, int64_t tokens);
+  void Release(int slot);
+  void Join(int slot, const BatchState::Joining& joining);
+  void Step(int buffer, const StepPlan& plan);
+  void Stop();
+
+  absl::Span<const uint8_t> message() const { return bytes_; }
+  void Clear() { bytes_.clear(); }
+
+ private:
+  template <typename T>
+  void Put(const T& value) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    const auto* from = reinterpret_cast<const uint8_t*>(&value);
+    bytes_.insert(bytes_.end(), from, from + sizeof(T));
+  }
+  template <typename T>
+  void PutAll(absl::Span<const T> values) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    Put(static_cast<uint32_t>(values.size()));
+    const auto* from = reinterpret_cast<const uint8_t*>(values.data());
+    bytes_.insert(bytes_.end(), from, from + values.size() * sizeof(T));
+  }
+  void Order(RankOrder order, int slot) {
+    Put(order);
+    Put(static_cast<int32_t>(slot));
+  }
+
+  std::vector<uint8_t> bytes_;
+};
+
+// Does what orders say. Each function returns an error where this rank cannot do what the leader
+// did; the ranks then differ, and the group must end.
+class RankOrders {
+ public:
+  virtual ~RankOrders() = default;
+  virtual absl::Status Admit(int slot, int64_t total, bool firm) = 0;
+  virtual absl::Status BeginPrompt(int slot, int64_t tokens, int64_t cached) = 0;
+  virtual absl::Status EndPrompt(int slot, int64_t tokens) = 0;
+  virtual absl::Status Warm(int slot) = 0;
+  virtual absl::Status Grow(int slot, int64_t tokens) = 0;
+  virtual absl::Status Release(int slot) = 0;
+  virtual absl::Status Join(int slot, const BatchState::Joining& joining) = 0;
+  virtual absl::Status Step(int buffer, const StepPlan& plan) = 0;
+};
+
+// Carries a message's orders out, one after the other. Returns true where the last is kStop.
+// INTERNAL: the message is not one of RankPlanWriter's.
+absl::StatusOr<bool> CarryOut(absl::Span<const uint8_t> message, RankOrders& orders);
+
+}  // namespace sluice
