@@ -58,6 +58,7 @@ void DecodeNode::OnSecurity() {
 }
 
 absl::Status DecodeNode::LoadModelAndMemory() {
+  SLUICE_RETURN_IF_ERROR(CheckRanks(&config_));
   SLUICE_RETURN_IF_ERROR(CheckSpeculation(config_));
   SLUICE_RETURN_IF_ERROR(ResolveSpeculation(&config_));
   const StepRows step = StepRowsOf(config_);
@@ -66,6 +67,7 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   if (config_.policy() == kAutoPolicy) SLUICE_RETURN_IF_ERROR(ChooseAutoPolicy());
   SettleSpeculation(*model_, &config_);
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
+  if (ranks_.channel != nullptr) SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks_.channel, &config_));
   SLUICE_ASSIGN_OR_RETURN(NodeMemory memory, NewNodeMemory(config_, *model_, device_.get()));
   hbm_ = std::move(memory.hbm);
   dram_ = std::move(memory.dram);
@@ -73,11 +75,16 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   Log(LogLevel::kInfo, "policy ready",
       {{"policy", policy_->name()}, {"max_sequences", config_.max_sequences()}});
   SLUICE_RETURN_IF_ERROR(MakeTransfers());
+  if (ranks_.channel != nullptr) {
+    SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks_.channel));
+    leader_ = std::make_unique<RankLeader>(policy_.get(), ranks_.channel.get(), ranks_.group.get(),
+                                           static_cast<int>(config_.max_sequences()));
+  }
   return StartEngine();
 }
 
 absl::Status DecodeNode::ChooseAutoPolicy() {
-  SLUICE_ASSIGN_OR_RETURN(const MemoryFound found, FindMemory(*device_));
+  SLUICE_ASSIGN_OR_RETURN(const MemoryFound found, FindMemory(config_, *device_));
   SLUICE_ASSIGN_OR_RETURN(ResolvedPolicy resolved,
                           ResolvePolicy(config_, *model_, found, device_.get()));
   const AutoChoice& choice = resolved.choice;
@@ -105,7 +112,7 @@ absl::Status DecodeNode::ChooseAutoPolicy() {
 }
 
 absl::Status DecodeNode::ChooseSizes() {
-  SLUICE_ASSIGN_OR_RETURN(const MemoryFound found, FindMemory(*device_));
+  SLUICE_ASSIGN_OR_RETURN(const MemoryFound found, FindMemory(config_, *device_));
   SLUICE_ASSIGN_OR_RETURN(const DecodeCacheSizes sizes,
                           ChooseDecodeSizes(config_, *model_, found, device_.get()));
   SLUICE_RETURN_IF_ERROR(
@@ -167,7 +174,8 @@ absl::Status DecodeNode::StartEngine() {
   Engine::Parts parts;
   parts.device = device_.get();
   parts.model = model_.get();
-  parts.policy = policy_.get();
+  parts.policy = leader_ != nullptr ? leader_.get() : policy_.get();
+  parts.batch_log = leader_.get();
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.metrics = &metrics_;
@@ -240,7 +248,8 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   ingest.metrics = &metrics_;
   ingest.access = security_.access();
   ingest.log_prompts = config_.log_prompts();
-  services.push_back(NewIngestService(ingest));
+  // Ranks take no caches over yet.
+  if (leader_ == nullptr) services.push_back(NewIngestService(ingest));
   gate_.emplace(security_.access(), security_.file.get(), transfers_.get(), &quotas_);
   GenerateOptions generate;
   generate.vocab_size = vocab_size;

@@ -14,6 +14,7 @@
 #include "src/config/setting.h"
 #include "src/engine/drafter.h"
 #include "src/engine/engine.h"
+#include "src/engine/rank_leader.h"
 #include "src/engine/step_recorder.h"
 #include "src/facade/decode_load.h"
 #include "src/kv/page_pool.h"
@@ -65,6 +66,7 @@ class DecodeNode : public Node {
   std::unique_ptr<PagePool> hbm_;
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<AttentionPolicy> policy_;
+  std::unique_ptr<RankLeader> leader_;  // null: the node has one rank
   std::unique_ptr<TransferTable> transfers_;
   std::unique_ptr<Channels> channels_;
   std::unique_ptr<Puller> puller_;

@@ -17,6 +17,7 @@
 #include "src/device/machine_memory.h"
 #include "src/device/mailbox.h"
 #include "src/model/policy_model.h"
+#include "src/server/ranks.h"
 #include "src/server/speculation.h"
 #include "src/service/wire/status_mapping.h"
 #ifdef SLUICE_HAVE_CUDA
@@ -98,12 +99,13 @@ absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config, std::str
   return NewCpuDevice(options);
 }
 
-absl::StatusOr<MemoryFound> FindMemory(const Device& device) {
+absl::StatusOr<MemoryFound> FindMemory(const Config& config, const Device& device) {
   MemoryFound found;
   const Device::DeviceMemory memory = device.Memory();
   found.gpu = memory.total_bytes > 0;
   found.gpu_free_bytes = memory.free_bytes;
   SLUICE_ASSIGN_OR_RETURN(found.host, ReadMachineMemory());
+  DivideMemory(config, &found);
   return found;
 }
 
@@ -147,13 +149,15 @@ absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows
   options.sequence_rows = 1 + DraftTokensOf(config);
   options.look_ahead = config.policy() != "full";
   options.draft_layer = DraftLayerOf(config);
+  options.tensor_parallel = RanksOf(config);
+  options.tensor_rank = static_cast<int>(config.rank());
   return options;
 }
 
 absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
-                                                 Device* device) {
-  SLUICE_ASSIGN_OR_RETURN(const Model::Options options,
-                          ModelOptionsOf(config, max_rows, max_logits));
+                                                 Device* device, RankGroup* ranks) {
+  SLUICE_ASSIGN_OR_RETURN(Model::Options options, ModelOptionsOf(config, max_rows, max_logits));
+  options.ranks = ranks;
   return Model::Load(options, device);
 }
 

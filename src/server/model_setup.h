@@ -13,6 +13,7 @@
 #include "src/config/setting.h"
 #include "src/device/device.h"
 #include "src/device/memory_rates.h"
+#include "src/device/rank_group.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 #include "src/model/model_config.h"
@@ -25,8 +26,8 @@ namespace sluice {
 // CPU. Where `why` is given it is set to the reason of the choice: "as configured", or "auto: ...".
 absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config, std::string* why = nullptr);
 
-// Returns the memory that is free now.
-absl::StatusOr<MemoryFound> FindMemory(const Device& device);
+// Returns the memory that is free now; a rank's share of the host's.
+absl::StatusOr<MemoryFound> FindMemory(const Config& config, const Device& device);
 
 // Measures the memories of the node in about a second, for the forecasts of policy auto.
 absl::StatusOr<DeviceRates> MeasureNodeRates(const Config& config, Device* device);
@@ -34,9 +35,9 @@ absl::StatusOr<DeviceRates> MeasureNodeRates(const Config& config, Device* devic
 // Returns the options of a model whose steps have at most `max_rows` rows, of which `max_logits`
 // want logits. The errors are those of LoadModelConfig.
 absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows, int max_logits);
-// Loads the model with these options.
+// Loads the model with these options. `ranks`: those of the node, where it has several.
 absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
-                                                 Device* device);
+                                                 Device* device, RankGroup* ranks = nullptr);
 
 // Returns what `config` says about the policy, including its profile. The caller fills in device,
 // pools and shapes. The profile must be of the model with that fingerprint; an empty one accepts

@@ -98,7 +98,11 @@ absl::Status Node::LoadModel(int max_rows, int max_logits) {
   std::string why;
   SLUICE_ASSIGN_OR_RETURN(device_, NewDevice(config_, &why));
   Log(LogLevel::kInfo, "device chosen", {{"device", device_->name()}, {"why", why}});
-  SLUICE_ASSIGN_OR_RETURN(model_, sluice::LoadModel(config_, max_rows, max_logits, device_.get()));
+  if (RanksOf(config_) > 1) {
+    SLUICE_ASSIGN_OR_RETURN(ranks_, JoinNodeRanks(&config_, device_.get()));
+  }
+  SLUICE_ASSIGN_OR_RETURN(
+      model_, sluice::LoadModel(config_, max_rows, max_logits, device_.get(), ranks_.group.get()));
   return absl::OkStatus();
 }
 

@@ -18,6 +18,7 @@
 #include "src/metrics/metrics.h"
 #include "src/metrics/process_metrics.h"
 #include "src/model/model.h"
+#include "src/server/ranks.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
 #include "src/service/access/access_log.h"
@@ -69,8 +70,8 @@ class Node {
   // the admin port's thread.
   virtual void UpdateMetrics() {}
 
-  // Makes device_ and model_, whose steps have at most `max_rows` rows, of which `max_logits` want
-  // logits.
+  // Makes device_, ranks_ and model_, whose steps have at most `max_rows` rows, of which
+  // `max_logits` want logits.
   absl::Status LoadModel(int max_rows, int max_logits);
   // Logs the sizes of the KV caches and puts them into config_ in place of auto.
   void SetSize(const char* name, uint64_t bytes, const std::string& why,
@@ -92,6 +93,7 @@ class Node {
   ProcessMetrics process_metrics_;
   Readiness readiness_;
   std::unique_ptr<Device> device_;
+  NodeRanks ranks_;  // null: the node has one rank
   std::unique_ptr<Model> model_;
   std::unique_ptr<AccessLog> access_log_;  // null: no access log is kept
   std::unique_ptr<SpanExporter> spans_;    // null: calls are not traced

@@ -18,6 +18,7 @@
 #include "src/server/model_setup.h"
 #include "src/server/plan_text.h"
 #include "src/server/planning_device.h"
+#include "src/server/ranks.h"
 #include "src/server/speculation.h"
 
 namespace sluice {
@@ -235,7 +236,7 @@ absl::StatusOr<PlanInput> PlanOf(const Config& given) {
   model_options.weights = [](const ModelConfig& shape) { return WeightShapes(shape); };
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model,
                           Model::Load(model_options, device.get()));
-  SLUICE_ASSIGN_OR_RETURN(MemoryFound found, FindMemory(*real));
+  SLUICE_ASSIGN_OR_RETURN(MemoryFound found, FindMemory(config, *real));
   if (found.gpu) found.gpu_free_bytes -= model->weight_bytes() + model->workspace_bytes();
   std::string auto_text;
   if (config.policy() == kAutoPolicy) {
@@ -282,9 +283,23 @@ absl::StatusOr<std::string> CheckedPolicy(const Config& config) {
   return in.auto_text;
 }
 
-absl::StatusOr<std::string> PrintPlan(const Config& config) {
-  SLUICE_ASSIGN_OR_RETURN(const PlanInput in, PlanOf(config));
-  return FormatPlan(in);
+absl::StatusOr<std::string> PrintPlan(const Config& given) {
+  Config config = given;
+  SLUICE_RETURN_IF_ERROR(ApplyWorkerSet(&config));
+  SLUICE_RETURN_IF_ERROR(CheckRanks(&config));
+  std::string text;
+  for (int rank = 0; rank < RanksOf(config); ++rank) {
+    config.set_rank(static_cast<uint32_t>(rank));
+    SLUICE_ASSIGN_OR_RETURN(const PlanInput in, PlanOf(config));
+    if (RanksOf(config) > 1) {
+      SLUICE_ASSIGN_OR_RETURN(const ModelConfig model, LoadModelConfig(config.model()));
+      SLUICE_ASSIGN_OR_RETURN(const std::string part,
+                              RankText(model, rank, RanksOf(config), config.max_sequences()));
+      absl::StrAppend(&text, rank > 0 ? "\n" : "", part);
+    }
+    absl::StrAppend(&text, FormatPlan(in));
+  }
+  return text;
 }
 
 }  // namespace sluice

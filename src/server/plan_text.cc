@@ -7,7 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "src/attention/latent/draft_window.h"
+#include "src/base/status_macros.h"
 #include "src/config/units.h"
+#include "src/model/shard.h"
 #include "src/server/plan.h"
 
 namespace sluice {
@@ -198,6 +200,21 @@ std::string FormatPlan(const PlanInput& in) {
     absl::StrAppend(&out, PolicyLines(policy, in.max_context));
   }
   return out;
+}
+
+absl::StatusOr<std::string> RankText(const ModelConfig& config, int rank, int ranks, int64_t rows) {
+  SLUICE_ASSIGN_OR_RETURN(const Shard shard, ShardOf(config, rank, ranks));
+  const StepExchange step = ExchangeOf(config, shard, rows, rows);
+  const auto numbers = [](const ShardPart& part, int all) {
+    return absl::StrFormat("%d to %d of %d", part.first, part.first + part.count - 1, all);
+  };
+  return absl::StrCat(
+      absl::StrFormat("rank        %d of %d: heads %s, KV heads %s, FFN columns %s\n", rank, ranks,
+                      numbers(shard.heads, config.heads), numbers(shard.kv_heads, config.kv_heads),
+                      numbers(shard.inner, config.intermediate_size)),
+      absl::StrFormat("exchange    a step of %d rows: %d all-reduces of %s, %d all-gathers of %s\n",
+                      rows, step.all_reduces, Bytes(step.all_reduce_bytes), step.all_gathers,
+                      Bytes(step.all_gather_bytes)));
 }
 
 }  // namespace sluice

@@ -72,7 +72,7 @@ absl::Status PrefillNode::LoadModelAndMemory() {
 }
 
 absl::Status PrefillNode::ChooseSizes() {
-  SLUICE_ASSIGN_OR_RETURN(const MemoryFound found, FindMemory(*device_));
+  SLUICE_ASSIGN_OR_RETURN(const MemoryFound found, FindMemory(config_, *device_));
   const CacheSize hbm =
       PrefillHbmSize(config_.hbm_bytes(), found, model_->cache_layout(), model_->max_context());
   const CacheSize hold = HoldSize(config_.hold_bytes(), found);

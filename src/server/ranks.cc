@@ -1,0 +1,200 @@
+#include "src/server/ranks.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
+#include "src/device/cpu_topology.h"
+#include "src/device/kernel_set.h"
+#include "src/engine/rank_follower.h"
+#include "src/server/auto_policy.h"
+#include "src/server/model_setup.h"
+#include "src/server/speculation.h"
+
+namespace sluice {
+namespace {
+
+// How long ranks wait for one another: to start, and to load their weights.
+constexpr absl::Duration kStartTime = absl::Minutes(2);
+constexpr absl::Duration kLoadTime = absl::Minutes(30);
+// The port in the leader's name where LeaderWorkerSet gives only its host.
+constexpr char kWorkerSetPort[] = ":7900";
+
+absl::Status Refused(const Config& config, const std::string& what) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("tensor_parallel: ", config.tensor_parallel(), " ranks ", what));
+}
+
+// Returns the name under which the ranks meet, from the leader's address and this user.
+std::string MeetingName(const Config& config, const char* what) {
+  std::string name = absl::StrCat("sluice-", getuid(), "-", config.leader(), "-", what);
+  std::replace_if(
+      name.begin(), name.end(),
+      [](unsigned char c) { return std::isalnum(c) == 0 && c != '-' && c != '_'; }, '_');
+  return name;
+}
+
+}  // namespace
+
+int RanksOf(const Config& config) {
+  return std::max(1, static_cast<int>(config.tensor_parallel()));
+}
+
+absl::Status ApplyWorkerSet(Config* config) {
+  if (RanksOf(*config) == 1 || !config->leader().empty()) return absl::OkStatus();
+  const char* leader = std::getenv("LWS_LEADER_ADDRESS");
+  if (leader == nullptr) return absl::OkStatus();
+  config->set_leader(absl::StrCat(leader, kWorkerSetPort));
+  const char* index = std::getenv("LWS_WORKER_INDEX");
+  if (index == nullptr || config->rank() != 0) return absl::OkStatus();
+  uint32_t rank = 0;
+  if (!absl::SimpleAtoi(index, &rank)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank: LWS_WORKER_INDEX must be a whole number, but is '", index, "'"));
+  }
+  config->set_rank(rank);
+  return absl::OkStatus();
+}
+
+absl::Status CheckRanks(Config* config) {
+  const int ranks = RanksOf(*config);
+  if (static_cast<int>(config->rank()) >= ranks) {
+    return absl::InvalidArgumentError(absl::StrCat("rank: must be below tensor_parallel, which is ",
+                                                   ranks, ", but is ", config->rank()));
+  }
+  if (ranks == 1) return absl::OkStatus();
+  if (config->leader().empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("leader: ", ranks,
+                     " ranks need a name to meet under: give each the same "
+                     "host and port"));
+  }
+  const std::string& policy = config->policy();
+  const std::vector<std::string> served = {"full", "scout", "recall", "hgca"};
+  if (std::find(served.begin(), served.end(), policy) == served.end()) {
+    return Refused(*config, absl::StrCat("run the policies full, scout, recall and hgca, and "
+                                         "policy is ",
+                                         policy));
+  }
+  if (config->local_prefill() != "always") {
+    return Refused(*config,
+                   absl::StrCat("compute their prompts: set local_prefill to always; it is ",
+                                config->local_prefill()));
+  }
+  if (config->overcommit() > 1) return Refused(*config, "do not preempt: set overcommit to 1");
+  if (config->speculation() == "auto") config->set_speculation("none");
+  if (DraftTokensOf(*config) > 0)
+    return Refused(*config, "make no drafts: set speculation to none");
+  return absl::OkStatus();
+}
+
+void DivideCpus(const Config& config) {
+  const auto ranks = static_cast<size_t>(RanksOf(config)), rank = size_t{config.rank()};
+  std::vector<Cpu> cpus = UsableCpus();
+  if (ranks == 1 || cpus.size() < ranks) return;
+  std::sort(cpus.begin(), cpus.end(), [](const Cpu& a, const Cpu& b) {
+    return std::tuple(a.node, a.core, a.id) < std::tuple(b.node, b.core, b.id);
+  });
+  std::vector<int> own;
+  for (size_t i = cpus.size() * rank / ranks; i < cpus.size() * (rank + 1) / ranks; ++i) {
+    own.push_back(cpus[i].id);
+  }
+  std::sort(own.begin(), own.end());
+  if (const absl::Status pinned = PinThisThread(own); !pinned.ok()) {
+    Log(LogLevel::kWarn, "ranks share the cpus", {{"error", std::string(pinned.message())}});
+    return;
+  }
+  Log(LogLevel::kInfo, "cpus of this rank",
+      {{"rank", config.rank()}, {"cpus", FormatCpuList(own)}});
+}
+
+void DivideMemory(const Config& config, MemoryFound* found) {
+  found->host.total_bytes /= RanksOf(config);
+  found->host.available_bytes /= RanksOf(config);
+}
+
+absl::Status ShareSettings(RankChannel& channel, Config* config) {
+  if (channel.rank() == 0) {
+    const std::string text = config->SerializeAsString();
+    return channel.Send({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
+  }
+  SLUICE_ASSIGN_OR_RETURN(const absl::Span<const uint8_t> text, channel.Receive());
+  Config leaders;
+  if (!leaders.ParseFromArray(text.data(), static_cast<int>(text.size()))) {
+    return absl::InternalError("rank 0 sent no settings: start every rank from one build");
+  }
+  if (leaders.tensor_parallel() != config->tensor_parallel()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("tensor_parallel: rank 0 has ", leaders.tensor_parallel(), ", and rank ",
+                     config->rank(), " has ", config->tensor_parallel()));
+  }
+  leaders.set_rank(config->rank());
+  leaders.set_model(config->model());
+  leaders.set_device(config->device());
+  leaders.set_kernels(config->kernels());
+  leaders.set_threads(config->threads());
+  *config = std::move(leaders);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device) {
+  NodeRanks ranks;
+  RankChannel::Options channel;
+  channel.name = MeetingName(*config, "plans");
+  channel.rank = static_cast<int>(config->rank());
+  channel.size = RanksOf(*config);
+  channel.join_timeout = kStartTime;
+  SLUICE_ASSIGN_OR_RETURN(ranks.channel, RankChannel::Join(channel));
+  SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks.channel, config));
+  RankGroupOptions group;
+  group.name = MeetingName(*config, "group");
+  group.rank = channel.rank;
+  group.size = channel.size;
+  group.join_timeout = kStartTime;
+  SLUICE_ASSIGN_OR_RETURN(ranks.group, device->JoinRanks(group));
+  Log(LogLevel::kInfo, "ranks joined", {{"rank", config->rank()}, {"ranks", channel.size}});
+  return ranks;
+}
+
+absl::Status AwaitLoaded(RankChannel& channel) { return channel.Meet(kLoadTime); }
+
+absl::Status RunFollower(Config config, Signals& signals) {
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, NewDevice(config));
+  SLUICE_ASSIGN_OR_RETURN(NodeRanks ranks, JoinNodeRanks(&config, device.get()));
+  const StepRows step = StepRowsOf(config);
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Model> model,
+      LoadModel(config, step.rows, step.logits, device.get(), ranks.group.get()));
+  // The sizes of the KV caches are rank 0's.
+  SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks.channel, &config));
+  SLUICE_ASSIGN_OR_RETURN(NodeMemory memory, NewNodeMemory(config, *model, device.get()));
+  SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks.channel));
+  RankFollower::Options options;
+  options.slots = static_cast<int>(config.max_sequences());
+  options.max_context = model->max_context();
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::unique_ptr<RankFollower> follower,
+      RankFollower::Create(options, {device.get(), model.get(), memory.policy.get(),
+                                     ranks.channel.get(), ranks.group.get()}));
+  Log(LogLevel::kInfo, "following",
+      {{"rank", config.rank()},
+       {"device", device->name()},
+       {"kernels", device->kernels().name()},
+       {"policy", memory.policy->name()},
+       {"weight_bytes", model->weight_bytes()}});
+  signals.Serving();
+  const absl::Status status = follower->Run();
+  Log(status.ok() ? LogLevel::kInfo : LogLevel::kError, "stopped",
+      {{"rank", config.rank()}, {"status", std::string(status.message())}});
+  return status;
+}
+
+}  // namespace sluice

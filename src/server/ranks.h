@@ -1,0 +1,55 @@
+// The ranks of a node (tensor_parallel above 1): their settings, how they meet, and the ranks that
+// follow the first.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "src/config/setting.h"
+#include "src/device/device.h"
+#include "src/device/rank_channel.h"
+#include "src/device/rank_group.h"
+#include "src/server/cache_sizes.h"
+#include "src/server/signals.h"
+
+namespace sluice {
+
+// Returns how many ranks divide the model; 1: the node has one.
+int RanksOf(const Config& config);
+
+// Fills in what LeaderWorkerSet tells a pod (LWS_LEADER_ADDRESS, LWS_WORKER_INDEX), where the node
+// has several ranks and the settings say nothing. INVALID_ARGUMENT: a variable is no number.
+absl::Status ApplyWorkerSet(Config* config);
+
+// Returns INVALID_ARGUMENT, naming the setting, where several ranks cannot run so. Turns
+// speculation auto into none.
+absl::Status CheckRanks(Config* config);
+
+// Leaves this thread, and those that it starts, the rank's share of the cpus, so that ranks of a
+// host do not compute on each other's; neighbours share a NUMA node. Does nothing where there are
+// fewer cpus than ranks.
+void DivideCpus(const Config& config);
+// Leaves a rank its share of the host's memory.
+void DivideMemory(const Config& config, MemoryFound* found);
+
+// What a rank has beside a node that is alone.
+struct NodeRanks {
+  std::unique_ptr<RankChannel> channel;
+  std::unique_ptr<RankGroup> group;
+};
+// Waits for the other ranks, and has rank 0 tell them its settings: on the others `config` is then
+// rank 0's, but for what is a rank's own. Returns the errors of HostRanks::Join and
+// Device::JoinRanks.
+absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device);
+// Has rank 0 tell the others its settings, or takes them over.
+absl::Status ShareSettings(RankChannel& channel, Config* config);
+// Waits until all ranks have loaded, so that their first steps begin together.
+absl::Status AwaitLoaded(RankChannel& channel);
+
+// Runs a rank other than 0 until rank 0 stops, which is the good end. Once it follows, signals do
+// not end it: rank 0 has sequences to finish, which need every rank.
+absl::Status RunFollower(Config config, Signals& signals);
+
+}  // namespace sluice
