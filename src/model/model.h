@@ -102,6 +102,8 @@ class Model {
   // intermediate_size are the rank's. So is the layout of the caches; the fingerprint is the whole
   // model's.
   virtual const ModelConfig& config() const = 0;
+  // Returns the whole model's config, as its directory has it.
+  virtual const ModelConfig& whole_config() const { return config(); }
   virtual const std::string& fingerprint() const = 0;
   virtual const CacheLayout& cache_layout() const = 0;
   virtual int max_context() const = 0;

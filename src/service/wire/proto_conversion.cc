@@ -228,7 +228,7 @@ absl::StatusOr<CacheKind> FromProto(const std::string& field, const v1::CacheKin
 }
 
 v1::ModelInfo MakeModelInfo(const Model& model) {
-  const ModelConfig& config = model.config();
+  const ModelConfig& config = model.whole_config();
   v1::ModelInfo out;
   out.set_fingerprint(model.fingerprint());
   out.set_architecture(config.architecture);

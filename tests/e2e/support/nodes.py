@@ -71,7 +71,8 @@ class Node:
     """A running sluice-server or sluice-prefill."""
 
     def __init__(self, program: str, model: Path, folder: Path, *flags: str, admin: bool = True,
-                 credentials: rpc.Credentials | None = None, listen: str = "127.0.0.1:0"):
+                 credentials: rpc.Credentials | None = None, listen: str = "127.0.0.1:0",
+                 env: dict[str, str] | None = None):
         self.program = program
         self.address_file = folder / f"{program}.json"
         self.log = folder / f"{program}.log"
@@ -86,7 +87,8 @@ class Node:
         started = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen([*command, *flags], stdout=log,
-                                            stderr=subprocess.STDOUT, env=ENVIRONMENT | ONE_THREAD)
+                                            stderr=subprocess.STDOUT,
+                                            env=ENVIRONMENT | ONE_THREAD | (env or {}))
         while not self.address_file.exists() or not self.address_file.read_text().strip():
             if self.process.poll() is not None:
                 raise AssertionError(f"{program} exited with {self.process.returncode}:\n{self.tail()}")
