@@ -8,16 +8,22 @@
 #include "absl/strings/str_cat.h"
 #include "src/attention/policy_factory.h"
 #include "src/base/crc32c.h"
+#include "src/base/status_macros.h"
+#include "src/engine/rank_follower.h"
 #include "src/model/policy_model.h"
 #include "tests/support/device.h"
 #include "tests/support/eventually.h"
 #include "tests/support/or_fail.h"
 
 namespace sluice::testing {
-namespace {}  // namespace
+namespace {
 
-Node::Node(const NodeOptions& o) {
-  device_ = OrFail(TestDevice(o.kernels, o.threads, o.row_bucket));
+absl::StatusOr<std::unique_ptr<RankChannel>> JoinChannel(const RankGroupOptions& rank) {
+  return RankChannel::Join(
+      {rank.name + "-plans", rank.rank, rank.size, rank.join_timeout, rank.deadline});
+}
+
+Model::Options ModelOptionsOf(const NodeOptions& o) {
   Model::Options model;
   model.directory = o.model_dir;
   model.load_format = o.load_format;
@@ -29,26 +35,78 @@ Node::Node(const NodeOptions& o) {
   if (o.drafter != nullptr && o.drafter->on_device()) {
     model.draft_layer = Model::Options::DraftLayer::kRequired;
   }
-  model_ = OrFail(Model::Load(model, device_.get()));
+  return model;
+}
+
+struct Memory {
+  std::unique_ptr<PagePool> hbm, dram;
+  std::unique_ptr<AttentionPolicy> policy;
+};
+
+absl::StatusOr<Memory> MakeMemory(const NodeOptions& o, const Model& model, Device* device) {
+  Memory memory;
   PolicyOptions policy = o.policy;
-  DescribeModel(*model_, &policy);
+  DescribeModel(model, &policy);
   policy.slots = o.max_sequences;
   policy.rows_per_sequence = std::max(policy.rows_per_sequence, 1 + o.draft_tokens);
   policy.hbm_bytes = o.hbm_bytes;
   policy.dram_bytes = o.dram_bytes;
-  const TierShapes shapes = TierShapesOf(policy, model_->cache_layout());
-  hbm_ = OrFail(PagePool::Create(
-      "hbm", shapes.hbm,
-      OrFail(device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(o.hbm_bytes), "hbm")),
-      o.overcommit));
-  dram_ = OrFail(PagePool::Create(
-      "dram", shapes.dram,
-      OrFail(device_->Allocate(MemoryKind::kPinned, static_cast<size_t>(o.dram_bytes), "dram"))));
-  policy.device = device_.get();
-  policy.hbm = hbm_.get();
-  policy.dram = dram_.get();
-  policy_ = OrFail(NewPolicy(policy));
+  const TierShapes shapes = TierShapesOf(policy, model.cache_layout());
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer hbm, device->Allocate(MemoryKind::kDevice, static_cast<size_t>(o.hbm_bytes), "hbm"));
+  SLUICE_ASSIGN_OR_RETURN(memory.hbm,
+                          PagePool::Create("hbm", shapes.hbm, std::move(hbm), o.overcommit));
+  SLUICE_ASSIGN_OR_RETURN(Buffer dram, device->Allocate(MemoryKind::kPinned,
+                                                        static_cast<size_t>(o.dram_bytes), "dram"));
+  SLUICE_ASSIGN_OR_RETURN(memory.dram, PagePool::Create("dram", shapes.dram, std::move(dram)));
+  policy.device = device;
+  policy.hbm = memory.hbm.get();
+  policy.dram = memory.dram.get();
+  SLUICE_ASSIGN_OR_RETURN(memory.policy, NewPolicy(policy));
+  return memory;
+}
+
+}  // namespace
+
+absl::Status Follow(const NodeOptions& o, const RankGroupOptions& rank) {
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
+                          TestDevice(o.kernels, o.threads, o.row_bucket));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankChannel> channel, JoinChannel(rank));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankGroup> ranks, device->JoinRanks(rank));
+  Model::Options options = ModelOptionsOf(o);
+  options.tensor_parallel = rank.size;
+  options.tensor_rank = rank.rank;
+  options.ranks = ranks.get();
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(options, device.get()));
+  SLUICE_ASSIGN_OR_RETURN(const Memory memory, MakeMemory(o, *model, device.get()));
+  SLUICE_RETURN_IF_ERROR(channel->Meet(rank.join_timeout));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankFollower> follower,
+                          RankFollower::Create({o.max_sequences, model->max_context()},
+                                               {device.get(), model.get(), memory.policy.get(),
+                                                channel.get(), ranks.get()}));
+  return follower->Run();
+}
+
+Node::Node(const NodeOptions& o) {
+  device_ = OrFail(TestDevice(o.kernels, o.threads, o.row_bucket));
+  Model::Options model = ModelOptionsOf(o);
+  if (o.ranks != nullptr) {
+    channel_ = OrFail(JoinChannel(*o.ranks));
+    ranks_ = OrFail(device_->JoinRanks(*o.ranks));
+    model.tensor_parallel = o.ranks->size;
+    model.ranks = ranks_.get();
+  }
+  model_ = OrFail(Model::Load(model, device_.get()));
+  Memory memory = OrFail(MakeMemory(o, *model_, device_.get()));
+  hbm_ = std::move(memory.hbm);
+  dram_ = std::move(memory.dram);
+  policy_ = std::move(memory.policy);
   if (o.watch != nullptr) watch_ = o.watch(policy_.get());
+  if (o.ranks != nullptr) {
+    REQUIRE(channel_->Meet(o.ranks->join_timeout).ok());
+    leader_ =
+        std::make_unique<RankLeader>(policy_.get(), channel_.get(), ranks_.get(), o.max_sequences);
+  }
   TransferTable::Options transfers;
   transfers.model_fingerprint = model_->fingerprint();
   transfers.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
@@ -74,7 +132,10 @@ Node::Node(const NodeOptions& o) {
   Engine::Parts parts;
   parts.device = device_.get();
   parts.model = model_.get();
-  parts.policy = watch_ != nullptr ? watch_.get() : policy_.get();
+  parts.policy = leader_ != nullptr  ? leader_.get()
+                 : watch_ != nullptr ? watch_.get()
+                                     : policy_.get();
+  parts.batch_log = leader_.get();
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.drafter = o.drafter;
@@ -89,6 +150,7 @@ Node::~Node() {
   thread_.reset();
   engine_.reset();
   transfers_.reset();
+  leader_.reset();
   watch_.reset();
   policy_.reset();
 }

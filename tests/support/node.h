@@ -14,6 +14,7 @@
 #include "src/device/device.h"
 #include "src/engine/drafter.h"
 #include "src/engine/engine.h"
+#include "src/engine/rank_leader.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
@@ -52,6 +53,8 @@ struct NodeOptions {
   Drafter* drafter = nullptr;
   int draft_tokens = 0;
   Clock* clock = RealClock();
+  // Not null: the node is rank 0 of this group, whose other ranks follow it (Follow).
+  const RankGroupOptions* ranks = nullptr;
 };
 
 // The output of a sequence.
@@ -102,16 +105,23 @@ class Node {
  private:
   Metrics metrics_;
   std::unique_ptr<Device> device_;
+  std::unique_ptr<RankChannel> channel_;  // with ranks
+  std::unique_ptr<RankGroup> ranks_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<PagePool> hbm_, dram_;
   std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<AttentionPolicy> watch_;  // null, or watches policy_
+  std::unique_ptr<RankLeader> leader_;      // with ranks
   std::unique_ptr<TransferTable> transfers_;
   std::optional<TokenBytes> token_bytes_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> thread_;
   int next_request_ = 0;
 };
+
+// Runs another rank of a node of these options until the node ends, and returns how it ended. It
+// uses no assertions, so that any thread may run it.
+absl::Status Follow(const NodeOptions& options, const RankGroupOptions& rank);
 
 // Returns a greedy request for `max_tokens` tokens that ignores EOS.
 Request GreedyRequest(std::vector<int32_t> prompt, uint32_t max_tokens);

@@ -1,0 +1,249 @@
+// An engine whose steps other ranks follow: the orders as bytes, answers, and ends. The ranks are
+// threads of this process.
+#include <catch2/catch.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "src/base/error.h"
+#include "src/engine/rank_plan.h"
+#include "tests/fixtures/fixtures.h"
+#include "tests/support/node.h"
+#include "tests/support/ranks.h"
+#include "tests/test_main.h"
+
+namespace sluice {
+namespace {
+
+using testing::Generated;
+using testing::GreedyRequest;
+using testing::Node;
+using testing::NodeOptions;
+
+// Writes down what it is told.
+class Told : public RankOrders {
+ public:
+  absl::Status Admit(int slot, int64_t total, bool firm) override {
+    return Say("admit ", slot, " ", total, firm ? " firm" : " soft");
+  }
+  absl::Status BeginPrompt(int slot, int64_t tokens, int64_t cached) override {
+    return Say("begin ", slot, " ", tokens, " ", cached);
+  }
+  absl::Status EndPrompt(int slot, int64_t tokens) override {
+    return Say("end ", slot, " ", tokens);
+  }
+  absl::Status Warm(int slot) override { return Say("warm ", slot); }
+  absl::Status Grow(int slot, int64_t tokens) override { return Say("grow ", slot, " ", tokens); }
+  absl::Status Release(int slot) override { return Say("release ", slot); }
+  absl::Status Join(int slot, const BatchState::Joining& joining) override {
+    std::string text = absl::StrCat("join ", slot, ":");
+    for (const int32_t token : joining.tokens) absl::StrAppend(&text, " ", token);
+    absl::StrAppend(&text, " seed ", joining.sampling.seed, " stops");
+    for (const int32_t id : joining.stop_ids) absl::StrAppend(&text, " ", id);
+    for (const auto& [id, value] : joining.logit_bias) absl::StrAppend(&text, " bias ", id, value);
+    return Say(text);
+  }
+  absl::Status Step(int buffer, const StepPlan& plan) override {
+    std::string text = absl::StrCat("step ", buffer, ": ", plan.row_count, " rows, ",
+                                    plan.decode_rows, " decode, ", plan.sample_count, " samples");
+    for (const PlanRow& row : plan.rows) {
+      absl::StrAppend(&text, "; ", row.slot, " at ", row.first_position, " x", row.count,
+                      row.sample ? " samples" : "", " after ", row.decoded);
+    }
+    return Say(text);
+  }
+
+  std::string said;
+
+ private:
+  template <typename... Args>
+  absl::Status Say(const Args&... args) {
+    absl::StrAppend(&said, args..., "\n");
+    return absl::OkStatus();
+  }
+};
+
+RankPlanWriter Everything() {
+  RankPlanWriter plan;
+  plan.Admit(3, 1000, true);
+  plan.BeginPrompt(3, 7, 0);
+  BatchState::Joining joining;
+  const std::vector<int32_t> tokens = {5, 6, 7}, stops = {2};
+  const std::vector<BatchState::Joining::LogitBias> bias = {{9, -1.5f}};
+  joining.tokens = tokens;
+  joining.sampling.seed = 42;
+  joining.stop_ids = stops;
+  joining.logit_bias = bias;
+  plan.Join(3, joining);
+  plan.Warm(1);
+  plan.EndPrompt(1, 40);
+  plan.Grow(1, 64);
+  plan.Release(2);
+  StepPlan step;
+  PlanRow row;
+  row.slot = 1;
+  row.first_position = 40;
+  row.count = 1;
+  row.sample = true;
+  row.decoded = 4;
+  step.rows = {row};
+  step.row_count = step.decode_rows = step.sample_count = 1;
+  plan.Step(1, step);
+  return plan;
+}
+
+TEST_CASE("another rank is told what the leader did, in order") {
+  RankPlanWriter plan = Everything();
+  Told told;
+  const auto stop = CarryOut(plan.message(), told);
+  REQUIRE(stop.ok());
+  CHECK(!*stop);
+  CHECK(told.said ==
+        "admit 3 1000 firm\nbegin 3 7 0\njoin 3: 5 6 7 seed 42 stops 2 bias 9-1.5\nwarm 1\n"
+        "end 1 40\ngrow 1 64\nrelease 2\n"
+        "step 1: 1 rows, 1 decode, 1 samples; 1 at 40 x1 samples after 4\n");
+  plan.Stop();
+  const auto stopped = CarryOut(plan.message(), told);
+  REQUIRE(stopped.ok());
+  CHECK(*stopped);
+}
+
+TEST_CASE("a plan that ends inside an order is an error") {
+  const RankPlanWriter plan = Everything();
+  // Where an order ends, what is there of the plan is a plan.
+  size_t whole = 0;
+  for (size_t bytes = 0; bytes < plan.message().size(); ++bytes) {
+    Told told;
+    const auto carried = CarryOut(plan.message().subspan(0, bytes), told);
+    if (carried.ok()) {
+      ++whole;
+    } else {
+      CHECK(absl::IsInternal(carried.status()));
+    }
+  }
+  CHECK(whole == 8);  // orders, the last one excepted, and nothing
+}
+
+NodeOptions OptionsFor(const std::string& model) {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir(model);
+  options.kernels = "portable";
+  options.kv_dtype = DType::kFloat32;
+  options.max_context = 512;
+  options.max_sequences = 4;
+  return options;
+}
+
+// Runs `work` on a node of `size` ranks, and checks how the other ranks end.
+void OnRanks(NodeOptions options, int size, const std::function<void(Node&)>& work) {
+  const RankGroupOptions group = testing::RankOptions(size);
+  std::vector<absl::Status> ends(static_cast<size_t>(size));
+  std::vector<std::thread> followers;
+  for (int rank = 1; rank < size; ++rank) {
+    RankGroupOptions own = group;
+    own.rank = rank;
+    followers.emplace_back(
+        [&ends, options, own] { ends[static_cast<size_t>(own.rank)] = Follow(options, own); });
+  }
+  {
+    options.ranks = &group;
+    Node node(options);
+    work(node);
+  }
+  for (std::thread& follower : followers) follower.join();
+  for (const absl::Status& end : ends) CHECK(end.ToString() == "OK");
+}
+
+// Returns the tokens of more requests than there are slots, greedy and sampled.
+std::vector<std::vector<int32_t>> Answers(Node& node) {
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (int i = 0; i < 9; ++i) {
+    std::vector<int32_t> prompt;
+    for (int t = 0; t < 1 + 23 * i; ++t) prompt.push_back((7 * t + i) % 500);
+    Request request = GreedyRequest(prompt, 20);
+    if (i % 3 == 1) {
+      request.sampling.temperature = 0.7f;
+      request.sampling.seed = static_cast<uint64_t>(i);
+    }
+    streams.push_back(node.Start(std::move(request)));
+  }
+  std::vector<std::vector<int32_t>> ids;
+  for (auto& stream : streams) ids.push_back(Node::Collect(*stream).ids);
+  return ids;
+}
+
+void CheckSameAnswers(NodeOptions options, int size) {
+  std::vector<std::vector<int32_t>> want;
+  {
+    Node alone(options);
+    want = Answers(alone);
+  }
+  OnRanks(options, size, [&](Node& node) {
+    CHECK(Answers(node) == want);
+    CHECK(Answers(node) == want);
+    CHECK(node.Quiescent());
+  });
+}
+
+TEST_CASE("an engine of two ranks gives one engine's answers", "[ranks]") {
+  for (const std::string& name : fixtures::TinyModels()) CheckSameAnswers(OptionsFor(name), 2);
+}
+
+TEST_CASE("an engine of ranks pads and records steps as one engine does", "[ranks]") {
+  NodeOptions options = OptionsFor("tiny-llama");
+  options.row_bucket = 4;
+  CheckSameAnswers(options, 2);
+}
+
+TEST_CASE("an engine of ranks gives one engine's answers under every policy", "[ranks]") {
+  for (const char* policy : {"scout", "recall", "hgca"}) {
+    INFO(policy);
+    NodeOptions options = OptionsFor("tiny-llama");
+    options.policy.name = policy;
+    options.policy.budget_tokens = 64;
+    options.policy.workers = 1;
+    options.policy.worker_deadline = absl::Seconds(60);
+    options.policy.hgca.window_tokens = 64;
+    CheckSameAnswers(options, 2);
+  }
+}
+
+TEST_CASE("requests that end early leave nothing on any rank", "[ranks]") {
+  OnRanks(OptionsFor("tiny-llama"), 2, [&](Node& node) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<std::shared_ptr<TokenStream>> streams;
+      for (int i = 0; i < 4; ++i) {
+        Request request = GreedyRequest({1, 2, 3}, 300);
+        request.request_id = absl::StrCat("c", round, "-", i);
+        streams.push_back(node.Start(std::move(request)));
+      }
+      for (int i = 0; i < 4; ++i) {
+        if (i % 2 == 0) streams[static_cast<size_t>(i)]->ReadBlocking();
+        node.engine().CancelRequest(absl::StrCat("c", round, "-", i),
+                                    absl::CancelledError("enough"), [](bool) {});
+      }
+      for (auto& stream : streams) Node::Collect(*stream);
+    }
+    CHECK(node.Quiescent());
+    CHECK(node.Generate(GreedyRequest({1, 2, 3}, 5)).ids.size() == 5);
+  });
+}
+
+TEST_CASE("a request with caches, or to be kept, is refused by ranks", "[ranks]") {
+  OnRanks(OptionsFor("tiny-llama"), 2, [&](Node& node) {
+    Request kept = GreedyRequest({1}, 2);
+    kept.request_id = "kept";
+    kept.keep = absl::Seconds(1);
+    kept.sink = std::make_shared<TokenStream>(8);
+    CHECK(FieldOf(node.engine().Submit(std::move(kept)).status()) == "keep");
+    Request pushed = GreedyRequest({}, 2);
+    pushed.request_id = "pushed";
+    pushed.handoff.transfer_id = "0123";
+    pushed.sink = std::make_shared<TokenStream>(8);
+    CHECK(FieldOf(node.engine().Submit(std::move(pushed)).status()) == "handoff");
+  });
+}
+
+}  // namespace
+}  // namespace sluice
