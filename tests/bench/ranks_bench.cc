@@ -1,6 +1,6 @@
 // Times the operations of a group of ranks, each rank a process, beside the floor of their bytes:
 //
-//   sluice-ranks-bench [ranks] [device] [rounds]     (2, cpu, 2000)
+//   sluice-ranks-bench [ranks] [device] [rounds]     (2, cpu, 200)
 //
 // With device cuda the ranks share one GPU, or have the one that CUDA_VISIBLE_DEVICES shows each.
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "src/base/dtype.h"
 #include "src/base/status_macros.h"
@@ -25,6 +25,8 @@ namespace {
 // Sums of 1 and 14 rows of 2048 float32 elements (8 and 112 KiB), and of 1 MiB.
 constexpr size_t kSizes[] = {size_t{8} << 10, size_t{112} << 10, size_t{1} << 20};
 
+constexpr int kSamples = 25;
+
 class Rank {
  public:
   Rank(Device* device, RankGroup* group, int rounds)
@@ -34,14 +36,17 @@ class Rank {
         stream_(device->NewStream(Device::StreamKind::kCompute)),
         done_(device->NewEvent()) {}
 
-  // Returns the microseconds of one `work`, of `rounds` that are enqueued one behind the other.
+  // Returns the microseconds of one `work`, of `rounds` that are enqueued one behind the other: the
+  // least and the median of the samples. A machine that does other work too shows in the median.
   template <typename Work>
-  double Time(const Work& work) {
-    Run(work, rounds_ / 10 + 1);
+  std::string Time(const Work& work) {
+    Run(work, rounds_);
     std::vector<double> times;
-    for (int sample = 0; sample < 5; ++sample) times.push_back(Run(work, rounds_) / rounds_ * 1e6);
+    for (int sample = 0; sample < kSamples; ++sample) {
+      times.push_back(Run(work, rounds_) / rounds_ * 1e6);
+    }
     std::sort(times.begin(), times.end());
-    return times[2];
+    return absl::StrFormat("%.1f (%.1f)", times.front(), times[kSamples / 2]);
   }
   Stream& stream() { return *stream_; }
   RankGroup& group() { return *group_; }
@@ -74,27 +79,26 @@ std::string Measure(const std::string& kernels, int rounds, const RankGroupOptio
     const auto in = (*device)->Allocate(MemoryKind::kDevice, bytes, "in");
     const auto out = (*device)->Allocate(MemoryKind::kDevice, bytes * size_t(options.size), "out");
     const auto count = static_cast<int64_t>(bytes / 4);
-    const double sum = rank.Time([&] {
+    const std::string sum = rank.Time([&] {
       rank.group().AllReduce(rank.stream(), in->data(), in->data(), count, DType::kFloat32);
     });
     auto program = (*device)->Record(rank.stream(), [&](Stream& s) {
       rank.group().AllReduce(s, in->data(), in->data(), count, DType::kFloat32);
     });
-    const double recorded = rank.Time([&] { (*program)->Run(rank.stream()); });
-    const double gather =
+    const std::string recorded = rank.Time([&] { (*program)->Run(rank.stream()); });
+    const std::string gather =
         rank.Time([&] { rank.group().AllGather(rank.stream(), in->data(), out->data(), bytes); });
     // What a rank copies at least: its own part out, and each other rank's in.
-    const double floor = rank.Time([&] {
+    const std::string floor = rank.Time([&] {
       for (int i = 0; i < options.size; ++i) {
         rank.stream().Copy(out->as<uint8_t>() + static_cast<size_t>(i) * bytes, in->data(), bytes);
       }
     });
     if (!(*device)->Health().ok()) return std::string((*device)->Health().message());
     if (options.rank == 0) {
-      std::printf(
-          "%8zu KiB  all-reduce %8.1f us  recorded %8.1f us  all-gather %8.1f us  "
-          "%d copies %8.1f us\n",
-          bytes >> 10, sum, recorded, gather, options.size, floor);
+      std::printf("%5zu KiB  all-reduce %s  recorded %s  all-gather %s  %d copies %s\n",
+                  bytes >> 10, sum.c_str(), recorded.c_str(), gather.c_str(), options.size,
+                  floor.c_str());
       std::fflush(stdout);
     }
   }
@@ -104,9 +108,10 @@ std::string Measure(const std::string& kernels, int rounds, const RankGroupOptio
 int Main(int argc, char** argv) {
   const int size = argc > 1 ? std::atoi(argv[1]) : 2;
   const std::string device = argc > 2 ? argv[2] : "cpu";
-  const int rounds = argc > 3 ? std::atoi(argv[3]) : 2000;
+  const int rounds = argc > 3 ? std::atoi(argv[3]) : 200;
   const std::string kernels = device == "cpu" ? "auto" : device;
-  std::printf("%d ranks, %s, %d rounds, median of 5\n", size, device.c_str(), rounds);
+  std::printf("%d ranks, %s, %d rounds; microseconds, least (median)\n", size, device.c_str(),
+              rounds);
   std::fflush(stdout);
   const auto wrong = testing::RunRankProcesses(
       testing::RankOptions(size),
