@@ -96,18 +96,33 @@ absl::Status CheckRanks(Config* config) {
   return absl::OkStatus();
 }
 
-void DivideCpus(const Config& config) {
-  const auto ranks = static_cast<size_t>(RanksOf(config)), rank = size_t{config.rank()};
-  std::vector<Cpu> cpus = UsableCpus();
-  if (ranks == 1 || cpus.size() < ranks) return;
+std::vector<int> CpusOfRank(std::vector<Cpu> cpus, int rank, int ranks) {
+  const auto n = std::ssize(cpus);
+  if (n < ranks) return {};
   std::sort(cpus.begin(), cpus.end(), [](const Cpu& a, const Cpu& b) {
     return std::tuple(a.node, a.core, a.id) < std::tuple(b.node, b.core, b.id);
   });
+  // Shares end where a core does, unless there are fewer cores than ranks.
+  const auto end_of = [&](int64_t share) {
+    int64_t at = n * share / ranks;
+    int64_t whole = at;
+    while (whole > 0 && whole < n && cpus[size_t(whole)].core == cpus[size_t(whole) - 1].core &&
+           cpus[size_t(whole)].node == cpus[size_t(whole) - 1].node) {
+      --whole;
+    }
+    return whole > n * (share - 1) / ranks || at == 0 ? whole : at;
+  };
   std::vector<int> own;
-  for (size_t i = cpus.size() * rank / ranks; i < cpus.size() * (rank + 1) / ranks; ++i) {
-    own.push_back(cpus[i].id);
-  }
+  for (int64_t i = end_of(rank); i < end_of(rank + 1); ++i) own.push_back(cpus[size_t(i)].id);
   std::sort(own.begin(), own.end());
+  return own;
+}
+
+void DivideCpus(const Config& config) {
+  if (RanksOf(config) == 1) return;
+  const std::vector<int> own =
+      CpusOfRank(UsableCpus(), static_cast<int>(config.rank()), RanksOf(config));
+  if (own.empty()) return;
   if (const absl::Status pinned = PinThisThread(own); !pinned.ok()) {
     Log(LogLevel::kWarn, "ranks share the cpus", {{"error", std::string(pinned.message())}});
     return;

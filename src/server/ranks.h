@@ -4,10 +4,12 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "src/config/setting.h"
+#include "src/device/cpu_topology.h"
 #include "src/device/device.h"
 #include "src/device/rank_channel.h"
 #include "src/device/rank_group.h"
@@ -27,9 +29,12 @@ absl::Status ApplyWorkerSet(Config* config);
 // speculation auto into none.
 absl::Status CheckRanks(Config* config);
 
+// Returns the ids of the rank's share of `cpus`, ascending; neighbours among ranks share a NUMA
+// node, and no core is divided where there are enough. Nothing where there are fewer cpus than
+// ranks.
+std::vector<int> CpusOfRank(std::vector<Cpu> cpus, int rank, int ranks);
 // Leaves this thread, and those that it starts, the rank's share of the cpus, so that ranks of a
-// host do not compute on each other's; neighbours share a NUMA node. Does nothing where there are
-// fewer cpus than ranks.
+// host do not compute on each other's.
 void DivideCpus(const Config& config);
 // Leaves a rank its share of the host's memory.
 void DivideMemory(const Config& config, MemoryFound* found);

@@ -302,7 +302,7 @@ TEST_CASE("the plan has the sizes that a node would choose, and says why") {
   REQUIRE(plan.ok());
   const auto device = NewDevice(config);
   REQUIRE(device.ok());
-  const auto found = FindMemory(**device);
+  const auto found = FindMemory(config, **device);
   REQUIRE(found.ok());
   CHECK(plan->hbm_bytes == static_cast<int64_t>(DecodeHbmSize(kAutoBytes, *found, 0).bytes));
   CHECK(plan->dram_bytes == static_cast<int64_t>(DecodeDramSize(kAutoBytes, *found).bytes));
@@ -395,7 +395,7 @@ TEST_CASE("the forecasts of a plan are near what an H200 was measured at") {
     const auto planning = NewPlanningDevice(device->get());
     const auto model = Model::Load(options, planning.get());
     REQUIRE(model.ok());
-    const auto found = FindMemory(**device);
+    const auto found = FindMemory(config, **device);
     REQUIRE(found.ok());
     const auto policy = PlanConfiguredPolicy(config, **model, *found, device->get());
     INFO(policy.status());

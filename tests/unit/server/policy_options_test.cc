@@ -72,7 +72,7 @@ TEST_CASE("device auto gives a device on every machine") {
   INFO(device.status());
   REQUIRE(device.ok());
   CHECK_THAT(why, Catch::StartsWith("auto: "));
-  const auto found = FindMemory(**device);
+  const auto found = FindMemory(DefaultConfig(), **device);
   REQUIRE(found.ok());
   CHECK(found->gpu == ((*device)->name() == "cuda"));
   CHECK(found->host.total_bytes > 0);

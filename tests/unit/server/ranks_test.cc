@@ -1,0 +1,56 @@
+// How ranks of one host divide its cpus and its memory.
+#include "src/server/ranks.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <vector>
+
+#include "src/device/cpu_topology.h"
+
+namespace sluice {
+namespace {
+
+// Two nodes of `cores` cores with two cpus each, numbered as Linux does: the second cpus of all
+// cores come after the first ones.
+std::vector<Cpu> Host(int cores) {
+  std::vector<Cpu> cpus;
+  for (int id = 0; id < 4 * cores; ++id) {
+    const int core = id % (2 * cores);
+    cpus.push_back({id, core / cores, core});
+  }
+  return cpus;
+}
+
+TEST_CASE("ranks divide a host's cpus, nodes and cores whole") {
+  const std::vector<Cpu> host = Host(4);
+  CHECK(CpusOfRank(host, 0, 2) == std::vector<int>{0, 1, 2, 3, 8, 9, 10, 11});
+  CHECK(CpusOfRank(host, 1, 2) == std::vector<int>{4, 5, 6, 7, 12, 13, 14, 15});
+  CHECK(CpusOfRank(host, 1, 4) == std::vector<int>{2, 3, 10, 11});
+  for (const int ranks : {1, 2, 3, 5, 7, 8, 11, 16}) {
+    std::vector<int> all;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const std::vector<int> own = CpusOfRank(host, rank, ranks);
+      CHECK(!own.empty());
+      CHECK(std::is_sorted(own.begin(), own.end()));
+      all.insert(all.end(), own.begin(), own.end());
+    }
+    std::sort(all.begin(), all.end());
+    CHECK(std::adjacent_find(all.begin(), all.end()) == all.end());
+    CHECK(all.size() == host.size());
+  }
+  CHECK(CpusOfRank(host, 0, 17).empty());
+}
+
+TEST_CASE("ranks divide the host's memory") {
+  Config config;
+  config.set_tensor_parallel(4);
+  MemoryFound found;
+  found.host.total_bytes = 4000;
+  found.host.available_bytes = 2000;
+  DivideMemory(config, &found);
+  CHECK(found.host.total_bytes == 1000);
+  CHECK(found.host.available_bytes == 500);
+}
+
+}  // namespace
+}  // namespace sluice
