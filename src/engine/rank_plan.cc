@@ -4,16 +4,19 @@
 #include "src/base/status_macros.h"
 
 namespace sluice {
-namespace {
 
-using LogitBias = BatchState::Joining::LogitBias;
-
-class Reader {
+class RankPlanReader {
  public:
-  explicit Reader(absl::Span<const uint8_t> message) : left_(message) {}
+  RankPlanReader(absl::Span<const uint8_t> message, RankOrders* orders)
+      : left_(message), orders_(*orders) {}
 
-  bool ok() const { return ok_; }
-  bool done() const { return left_.empty(); }
+  absl::StatusOr<bool> CarryOut();
+
+ private:
+  absl::Status DoJoin(int slot);
+  absl::Status DoStep(int buffer);
+  absl::Status DoOne(RankOrder order);
+
   template <typename T>
   T Get() {
     T value{};
@@ -27,62 +30,83 @@ class Reader {
     return value;
   }
   template <typename T>
-  std::vector<T> GetAll() {
+  void GetAll(std::vector<T>* values) {
     const auto n = Get<uint32_t>();
-    std::vector<T> values;
+    values->clear();
     if (left_.size() < uint64_t{n} * sizeof(T)) {
       ok_ = false;
       left_ = {};
-      return values;
+      return;
     }
-    values.resize(n);
-    std::memcpy(values.data(), left_.data(), n * sizeof(T));
+    values->resize(n);
+    std::memcpy(values->data(), left_.data(), n * sizeof(T));
     left_.remove_prefix(n * sizeof(T));
-    return values;
   }
 
- private:
   absl::Span<const uint8_t> left_;
+  RankOrders& orders_;
   bool ok_ = true;
 };
 
-absl::Status DoJoin(int slot, Reader& reader, RankOrders& orders) {
+absl::Status RankPlanReader::DoJoin(int slot) {
   BatchState::Joining joining;
-  const auto tokens = reader.GetAll<int32_t>();
-  joining.sampling = reader.Get<kernels::SamplingSlot>();
-  const auto stop_ids = reader.GetAll<int32_t>();
-  const auto bias = reader.GetAll<LogitBias>();
+  std::vector<int32_t> tokens, stop_ids;
+  std::vector<BatchState::Joining::LogitBias> bias;
+  GetAll(&tokens);
+  joining.sampling = Get<kernels::SamplingSlot>();
+  GetAll(&stop_ids);
+  GetAll(&bias);
   joining.tokens = tokens;
   joining.stop_ids = stop_ids;
   joining.logit_bias = bias;
-  return reader.ok() ? orders.Join(slot, joining) : absl::OkStatus();
+  return ok_ ? orders_.Join(slot, joining) : absl::OkStatus();
 }
 
-absl::Status DoStep(int buffer, Reader& reader, RankOrders& orders) {
-  StepPlan plan;
-  plan.row_count = reader.Get<int32_t>();
-  plan.decode_rows = reader.Get<int32_t>();
-  plan.sample_count = reader.Get<int32_t>();
-  plan.rows = reader.GetAll<PlanRow>();
-  return reader.ok() ? orders.Step(buffer, plan) : absl::OkStatus();
+absl::Status RankPlanReader::DoStep(int buffer) {
+  StepPlan& plan = orders_.plan_;
+  plan.row_count = Get<int32_t>();
+  plan.decode_rows = Get<int32_t>();
+  plan.sample_count = Get<int32_t>();
+  GetAll(&plan.rows);
+  return ok_ ? orders_.Step(buffer, plan) : absl::OkStatus();
 }
 
-absl::Status DoOne(RankOrder order, Reader& reader, RankOrders& orders) {
-  const int slot = reader.Get<int32_t>();
-  if (order == RankOrder::kJoin) return DoJoin(slot, reader, orders);
-  if (order == RankOrder::kStep) return DoStep(slot, reader, orders);
-  if (order == RankOrder::kWarm) return orders.Warm(slot);
-  if (order == RankOrder::kRelease) return orders.Release(slot);
-  const auto tokens = reader.Get<int64_t>();
-  if (order == RankOrder::kEndPrompt) return orders.EndPrompt(slot, tokens);
-  if (order == RankOrder::kGrow) return orders.Grow(slot, tokens);
-  const auto more = reader.Get<int64_t>();
-  if (order == RankOrder::kBeginPrompt) return orders.BeginPrompt(slot, tokens, more);
-  if (order == RankOrder::kAdmit) return orders.Admit(slot, tokens, more != 0);
-  return absl::InternalError(absl::StrCat("a plan has order ", static_cast<int>(order)));
+absl::Status RankPlanReader::DoOne(RankOrder order) {
+  const int slot = Get<int32_t>();
+  if (order == RankOrder::kJoin) return DoJoin(slot);
+  if (order == RankOrder::kStep) return DoStep(slot);
+  const bool counted = order != RankOrder::kWarm && order != RankOrder::kRelease;
+  const int64_t tokens = counted ? Get<int64_t>() : 0;
+  const bool two = order == RankOrder::kAdmit || order == RankOrder::kBeginPrompt;
+  const int64_t more = two ? Get<int64_t>() : 0;
+  if (!ok_) return absl::OkStatus();
+  switch (order) {
+    case RankOrder::kWarm:
+      return orders_.Warm(slot);
+    case RankOrder::kRelease:
+      return orders_.Release(slot);
+    case RankOrder::kEndPrompt:
+      return orders_.EndPrompt(slot, tokens);
+    case RankOrder::kGrow:
+      return orders_.Grow(slot, tokens);
+    case RankOrder::kBeginPrompt:
+      return orders_.BeginPrompt(slot, tokens, more);
+    case RankOrder::kAdmit:
+      return orders_.Admit(slot, tokens, more != 0);
+    default:
+      return absl::InternalError(absl::StrCat("a plan has order ", static_cast<int>(order)));
+  }
 }
 
-}  // namespace
+absl::StatusOr<bool> RankPlanReader::CarryOut() {
+  while (!left_.empty()) {
+    const auto order = Get<RankOrder>();
+    if (order == RankOrder::kStop) return true;
+    SLUICE_RETURN_IF_ERROR(DoOne(order));
+    if (!ok_) return absl::InternalError("a plan ends inside an order");
+  }
+  return false;
+}
 
 void RankPlanWriter::Admit(int slot, int64_t total, bool firm) {
   Order(RankOrder::kAdmit, slot);
@@ -129,14 +153,7 @@ void RankPlanWriter::Step(int buffer, const StepPlan& plan) {
 void RankPlanWriter::Stop() { Put(RankOrder::kStop); }
 
 absl::StatusOr<bool> CarryOut(absl::Span<const uint8_t> message, RankOrders& orders) {
-  Reader reader(message);
-  while (!reader.done()) {
-    const auto order = reader.Get<RankOrder>();
-    if (order == RankOrder::kStop) return true;
-    SLUICE_RETURN_IF_ERROR(DoOne(order, reader, orders));
-    if (!reader.ok()) return absl::InternalError("a plan ends inside an order");
-  }
-  return false;
+  return RankPlanReader(message, &orders).CarryOut();
 }
 
 }  // namespace sluice

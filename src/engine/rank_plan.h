@@ -82,10 +82,14 @@ class RankOrders {
   virtual absl::Status Release(int slot) = 0;
   virtual absl::Status Join(int slot, const BatchState::Joining& joining) = 0;
   virtual absl::Status Step(int buffer, const StepPlan& plan) = 0;
+
+ private:
+  friend class RankPlanReader;
+  StepPlan plan_;  // of the step that is read, whose memory is used again
 };
 
 // Carries a message's orders out, one after the other. Returns true where the last is kStop.
-// INTERNAL: the message is not one of RankPlanWriter's.
+// INTERNAL: the message is not one of RankPlanWriter's. Allocates nothing but for a kJoin.
 absl::StatusOr<bool> CarryOut(absl::Span<const uint8_t> message, RankOrders& orders);
 
 }  // namespace sluice
