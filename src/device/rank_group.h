@@ -13,6 +13,7 @@
 // hangs.
 //
 // Device::JoinRanks makes one. The engine's thread enqueues; any thread may ask for status().
+// Streams with operations of the group and programs that hold some end before it.
 #pragma once
 
 #include <array>

@@ -54,6 +54,7 @@ class NcclRankGroup : public RankGroup {
       }
       watch_.join();
     }
+    if (abort_.joinable()) abort_.join();
     absl::MutexLock lock(&mutex_);
     if (comm_ == nullptr) return;
     for (void* handle : registered_) nccl_.deregister_buffer(comm_, handle);
@@ -137,10 +138,12 @@ class NcclRankGroup : public RankGroup {
     return status;
   }
 
+  // Aborts the communicator, on a thread of its own: the call ends what runs on the GPU at once,
+  // but does not return while there are programs with the group's operations.
   void Fail(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     health_->FailWith(host_->Fail(why));
-    if (comm_ != nullptr) nccl_.abort(comm_);
-    comm_ = nullptr;
+    if (comm_ == nullptr) return;
+    abort_ = std::thread([this, comm = std::exchange(comm_, nullptr)] { nccl_.abort(comm); });
   }
 
   void Watch() {
@@ -221,6 +224,7 @@ class NcclRankGroup : public RankGroup {
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<void*> registered_ ABSL_GUARDED_BY(mutex_);
   std::thread watch_;
+  std::thread abort_;  // made at most once; read by the destructor when nothing else runs
 };
 
 }  // namespace
