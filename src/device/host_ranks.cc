@@ -29,7 +29,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kPage = 4096;
-// How long a sleeper sleeps before it looks whether the other rank is alive.
+// A sleeper sleeps this long before it looks whether the other rank is alive.
 constexpr absl::Duration kLook = absl::Milliseconds(20);
 constexpr absl::Duration kJoinLook = absl::Milliseconds(5);
 constexpr size_t kWhyBytes = 512;
@@ -40,7 +40,7 @@ absl::Status SystemError(const std::string& what, int error) {
                                             : absl::InternalError(text);
 }
 
-// The futex of another process's memory: not the private one that std::atomic waits on.
+// This is the futex of memory that processes share, not the private one that std::atomic waits on.
 void FutexWait(std::atomic<uint32_t>& word, uint32_t seen, absl::Duration timeout) {
   const timespec time = absl::ToTimespec(timeout);
   syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0);
@@ -51,8 +51,8 @@ void FutexWake(std::atomic<uint32_t>& word) {
 
 bool Reached(uint32_t value, uint32_t wanted) { return static_cast<int32_t>(value - wanted) >= 0; }
 
-// Long enough for a rank that does the same work on a core of its own. Then the futex: where ranks
-// share cores a sleeper that is woken runs sooner than one that yields.
+// The spin is long enough for a rank that does the same work on a core of its own. The futex comes
+// behind it: where ranks share cores, a sleeper that is woken runs sooner than one that yields.
 constexpr std::chrono::microseconds kRankSpin{20};
 
 bool SpinFor(const RankWord& word, uint32_t value) {
@@ -66,7 +66,7 @@ bool SpinFor(const RankWord& word, uint32_t value) {
   return false;
 }
 
-// A lock of the whole open file, which ends with the process or with the last descriptor.
+// The lock belongs to the open file: it ends with the process, or with the last descriptor.
 struct flock ByteLock(int rank) {
   struct flock lock {};
   lock.l_type = F_WRLCK;

@@ -54,7 +54,7 @@ class HostRanks {
   // Waits until word >= value (by signed distance, since words wrap), which it is up to rank `who`
   // to bring about. Returns the group's failure, also one that begins here: UNAVAILABLE, if `who`
   // has ended, or if `deadline` has passed since the call. `what` says what is waited for:
-  // "all-reduce 7".
+  // "all-reduce".
   absl::Status Await(RankWord& word, uint32_t value, int who, absl::Duration deadline,
                      const char* what);
   // The same without a deadline: only the end of a rank ends the wait. False: `timeout` passed.

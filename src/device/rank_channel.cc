@@ -10,7 +10,7 @@
 namespace sluice {
 namespace {
 
-// Bytes of the ring: some thousand plans. It divides 2^32, since positions wrap.
+// The ring has this many bytes, some thousand plans. It divides 2^32, since positions wrap.
 constexpr uint32_t kRing = uint32_t{1} << 20;
 constexpr absl::Duration kLook = absl::Seconds(1);
 

@@ -22,7 +22,7 @@ class RankChannel {
     int rank = 0;
     int size = 1;
     absl::Duration join_timeout = absl::Seconds(60);
-    // How long a sender waits for room: for a rank that lives and takes nothing.
+    // A sender waits this long for room: for a rank that lives and takes nothing.
     absl::Duration deadline = absl::Seconds(30);
   };
   // Waits until every rank has joined. Returns HostRanks::Join's errors.

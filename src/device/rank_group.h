@@ -39,7 +39,7 @@ struct RankGroupOptions {
   // The time for which an operation waits for a rank that is alive. A rank that has ended is
   // noticed in a tenth of a second.
   absl::Duration deadline = absl::Seconds(30);
-  // On the CPU device: bytes that a rank shows the others at a time. Larger operations go in
+  // On the CPU device a rank shows the others this many bytes at a time. Larger operations go in
   // rounds.
   size_t round_bytes = size_t{256} << 10;
 };
@@ -48,9 +48,9 @@ struct RankGroupOptions {
 absl::Status CheckRankGroupOptions(const RankGroupOptions& options);
 inline constexpr int kMaxRanks = 64;
 
-// An exchange of units whose numbers only the device knows. Rank a's block b of `send` goes to rank
-// b's block a of `receive`. Of a block the first counts[b] units count; the others of `receive`
-// stay as they are, or are overwritten.
+// This is an exchange of units whose numbers only the device knows. Rank a's block b of `send` goes
+// to rank b's block a of `receive`. Of a block the first counts[b] units count; the others of
+// `receive` stay as they are, or are overwritten.
 struct AllToAllParams {
   const void* send = nullptr;            // [size][capacity] units
   const int32_t* send_counts = nullptr;  // [size], each in [0, capacity]
@@ -73,9 +73,9 @@ inline constexpr int kCollectives = 7;
 // Returns "all-reduce", ...
 const char* CollectiveName(Collective kind);
 
-// How often an operation was enqueued, and the bytes of its operands on this rank: of the buffer
-// that is reduced, of the rank's own part that is gathered, of all that is scattered or exchanged.
-// What a CUDA program holds counts once, when it is recorded.
+// This counts how often an operation was enqueued, and the bytes of its operands on this rank: of
+// the buffer that is reduced, of the rank's own part that is gathered, of all that is scattered or
+// exchanged. An operation of a CUDA program counts once, when the program is recorded.
 struct CollectiveCount {
   int64_t calls = 0;
   int64_t bytes = 0;

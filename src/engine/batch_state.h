@@ -55,7 +55,7 @@ class BatchState {
   // `model` and `policy`, which outlive this. Returns the device's errors.
   absl::Status RecordPrograms(Stream& stream, Model& model, AttentionPolicy& policy);
 
-  // What a sequence brings to its slot.
+  // A sequence brings this to its slot.
   struct Joining {
     struct LogitBias {
       uint32_t id;

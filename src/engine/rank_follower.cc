@@ -35,7 +35,7 @@ RankFollower::RankFollower(const Parts& parts, int slots, std::unique_ptr<BatchS
       held_(static_cast<size_t>(slots), false) {}
 
 RankFollower::~RankFollower() {
-  // What is enqueued ends: with its work, or with the group.
+  // The enqueued steps end: with their work, or with the group.
   for (int buffer = 0; buffer < BatchState::kDepth; ++buffer) batch_->event(buffer).Wait();
   for (size_t slot = 0; slot < held_.size(); ++slot) {
     if (held_[slot]) Release(static_cast<int>(slot)).IgnoreError();

@@ -2,7 +2,7 @@
 // ranks what happens there (rank_plan.h). A step's plan goes out before the leader enqueues the
 // step, so that the others enqueue it meanwhile. Only the engine's thread uses it, as a policy.
 //
-// What ranks do not share yet: caches that are handed over, kept or preempted, and drafts. A node
+// Ranks do not share yet: caches that are handed over, kept or preempted, and drafts. A node
 // refuses the settings and requests that would need them.
 #pragma once
 

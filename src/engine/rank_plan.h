@@ -1,4 +1,4 @@
-// What the leader of a group of ranks tells the others: every change of the batch and of its
+// The leader of a group of ranks tells the others this: every change of the batch and of its
 // placement, and every step, in the leader's order. Each rank does the same with its own device, so
 // that all enqueue the same operations. A message holds what happened since the step before, and
 // the step: some 100 bytes, and 24 more for each sequence, beside the prompts of new ones.

@@ -115,7 +115,7 @@ class DecoderModel : public Model {
   Workspace workspace_;
   Buffer cos_sin_;     // float32 [rows][rope_dim / 2][2]
   Buffer head_input_;  // activation [logits][hidden]
-  // Only where the model is divided.
+  // The rest is there only where the model is divided.
   RankGroup* const ranks_;
   Buffer own_columns_;  // float32 [rows][the rank's columns]
   Buffer gathered_;     // float32 [ranks][rows][a rank's columns]

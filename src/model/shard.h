@@ -1,6 +1,6 @@
-// The part of a dense model that one rank of a tensor-parallel group has (Megatron-LM, arXiv
-// 1909.08053, section 3): whole heads of attention, a part of the FFN's inner width, rows of the
-// head by vocabulary, and columns of the embedding. Pure values and functions, for any thread.
+// A Shard is the part of a dense model that one rank of a tensor-parallel group has (Megatron-LM,
+// arXiv 1909.08053, section 3): whole heads of attention, a part of the FFN's inner width, rows of
+// the head by vocabulary, and columns of the embedding. Pure values and functions, for any thread.
 //
 // A rank computes with its part what one device would compute with all, up to two sums over ranks a
 // layer, behind attention's and behind the FFN's last product. The KV heads are divided among the
@@ -41,8 +41,8 @@ absl::StatusOr<Shard> ShardOf(const ModelConfig& config, int rank, int size);
 // Returns the config as the rank sees it: heads, kv_heads and intermediate_size are the rank's.
 ModelConfig PartOf(const ModelConfig& config, const Shard& shard);
 
-// What a step of `rows` rows and `logits` logit rows moves between ranks, by the operations of
-// src/device/rank_group.h: bytes of this rank's operands.
+// A step of `rows` rows and `logits` logit rows moves this between ranks, by the operations of
+// src/device/rank_group.h, in bytes of this rank's operands.
 struct StepExchange {
   int64_t all_reduces = 0, all_reduce_bytes = 0;
   int64_t all_gathers = 0, all_gather_bytes = 0;

@@ -22,10 +22,10 @@
 namespace sluice {
 namespace {
 
-// How long ranks wait for one another: to start, and to load their weights.
+// Ranks wait this long for one another: to start, and to load their weights.
 constexpr absl::Duration kStartTime = absl::Minutes(2);
 constexpr absl::Duration kLoadTime = absl::Minutes(30);
-// The port in the leader's name where LeaderWorkerSet gives only its host.
+// This is the port in the leader's name where LeaderWorkerSet gives only its host.
 constexpr char kWorkerSetPort[] = ":7900";
 
 absl::Status Refused(const Config& config, const std::string& what) {

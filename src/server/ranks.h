@@ -1,5 +1,5 @@
-// The ranks of a node (tensor_parallel above 1): their settings, how they meet, and the ranks that
-// follow the first.
+// This is about the ranks of a node (tensor_parallel above 1): their settings, how they meet, and
+// the ranks that follow the first.
 #pragma once
 
 #include <memory>
@@ -30,8 +30,8 @@ absl::Status ApplyWorkerSet(Config* config);
 absl::Status CheckRanks(Config* config);
 
 // Returns the ids of the rank's share of `cpus`, ascending; neighbours among ranks share a NUMA
-// node, and no core is divided where there are enough. Nothing where there are fewer cpus than
-// ranks.
+// node, and no core is divided where there are enough. Returns nothing where there are fewer cpus
+// than ranks.
 std::vector<int> CpusOfRank(std::vector<Cpu> cpus, int rank, int ranks);
 // Leaves this thread, and those that it starts, the rank's share of the cpus, so that ranks of a
 // host do not compute on each other's.
@@ -39,7 +39,7 @@ void DivideCpus(const Config& config);
 // Leaves a rank its share of the host's memory.
 void DivideMemory(const Config& config, MemoryFound* found);
 
-// What a rank has beside a node that is alone.
+// A rank has these beside what a node has that is alone.
 struct NodeRanks {
   std::unique_ptr<RankChannel> channel;
   std::unique_ptr<RankGroup> group;

@@ -22,7 +22,7 @@
 namespace sluice {
 namespace {
 
-// Sums of 1 and 14 rows of 2048 float32 elements (8 and 112 KiB), and of 1 MiB.
+// These are sums of 1 and 14 rows of 2048 float32 elements, and of 1 MiB.
 constexpr size_t kSizes[] = {size_t{8} << 10, size_t{112} << 10, size_t{1} << 20};
 
 constexpr int kSamples = 25;
@@ -88,7 +88,7 @@ std::string Measure(const std::string& kernels, int rounds, const RankGroupOptio
     const std::string recorded = rank.Time([&] { (*program)->Run(rank.stream()); });
     const std::string gather =
         rank.Time([&] { rank.group().AllGather(rank.stream(), in->data(), out->data(), bytes); });
-    // What a rank copies at least: its own part out, and each other rank's in.
+    // A rank copies at least this: its own part out, and each other rank's in.
     const std::string floor = rank.Time([&] {
       for (int i = 0; i < options.size; ++i) {
         rank.stream().Copy(out->as<uint8_t>() + static_cast<size_t>(i) * bytes, in->data(), bytes);

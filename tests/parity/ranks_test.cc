@@ -1,5 +1,5 @@
 // A model that ranks divide among them (src/model/shard.h), each rank a process with a device of
-// its own, held to the same model on one device: logits, greedy tokens, and what is exchanged.
+// its own, is held to the same model on one device: logits, greedy tokens, and what is exchanged.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -35,7 +35,7 @@ constexpr int kChunk = 100;  // rows of the prompt in a step
 constexpr int kBudget = 64;  // tokens, of sparse policies
 constexpr int kMostContext = 1024;
 
-// What a model gave for a prompt: a row of logits for each token, which is their best.
+// A model gives this for a prompt: a row of logits for each token, which is their best.
 using Answer = std::vector<std::vector<float>>;
 
 Answer GreedyAnswer(Teacher& teacher, const std::vector<int32_t>& prompt) {
@@ -56,7 +56,7 @@ Answer GreedyAnswer(Teacher& teacher, const std::vector<int32_t>& prompt) {
   return answer;
 }
 
-// Memory that a rank's process leaves its logits in.
+// This is memory that a rank's process leaves its logits in.
 class SharedAnswers {
  public:
   SharedAnswers(int ranks, size_t floats) : floats_(floats), bytes_(size_t(ranks) * floats * 4) {

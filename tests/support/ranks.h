@@ -1,5 +1,5 @@
-// Runs the ranks of a group for a test: as threads of this process or as processes of their own, on
-// the CPU device or on a GPU that they share.
+// This runs the ranks of a group for a test: as threads of this process or as processes of their
+// own, on the CPU device or on a GPU that they share.
 #pragma once
 
 #include <functional>
@@ -14,7 +14,7 @@ namespace sluice::testing {
 // Returns options with a name that no other test of this machine has.
 RankGroupOptions RankOptions(int size);
 
-// What a rank does; returns "", or what was wrong. It may not use the test's assertions.
+// A rank does this; it returns "", or what was wrong. It may not use the test's assertions.
 using RankBody = std::function<std::string(RankGroupOptions options)>;
 
 // Runs every rank in a thread. Returns what was wrong with each.

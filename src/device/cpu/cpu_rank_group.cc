@@ -19,12 +19,12 @@
 namespace sluice {
 namespace {
 
-// Bytes of a half of a pair's area, for Send and Receive.
+// A half of a pair's area has this many bytes, for Send and Receive.
 constexpr size_t kPairBytes = size_t{64} << 10;
-// How often the watching thread looks.
+// The watching thread looks this often.
 constexpr absl::Duration kLook = absl::Milliseconds(50);
 
-// What a rank shows beside its data, so that ranks that do not call the same operation notice.
+// A rank shows this beside its data, so that ranks that do not call the same operation notice.
 struct Shown {
   int32_t kind;
   int32_t type;

@@ -1,5 +1,5 @@
-// Groups of ranks of the CPU device: processes (or threads) of one host that move their data
-// through shared memory, on their streams' own threads.
+// This makes groups of ranks of the CPU device: processes (or threads) of one host, which move
+// their data through shared memory, on their streams' own threads.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
-// NCCL's functions, from a library that is loaded when ranks first meet: programs start on machines
-// that lack it. Needs NCCL's header, but not its library, to be built.
+// These are NCCL's functions, from a library that is loaded when ranks first meet: programs start
+// on machines that lack it. This needs NCCL's header, but not its library, to be built.
 #pragma once
 
 #include <nccl.h>

@@ -1,4 +1,4 @@
-// What a build without NCCL's header has in place of nccl_rank_group.cc.
+// A build without NCCL's header has this in place of nccl_rank_group.cc.
 #include "src/device/cuda/nccl_rank_group.h"
 
 namespace sluice {

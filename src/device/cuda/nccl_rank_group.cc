@@ -16,12 +16,12 @@
 namespace sluice {
 namespace {
 
-// How often the watching thread looks.
+// The watching thread looks this often.
 constexpr absl::Duration kLook = absl::Milliseconds(20);
-// How long a rank that leaves waits for the others, whose last operations may still use it.
+// A rank that leaves waits this long for the others, whose last operations may still use it.
 constexpr absl::Duration kLeave = absl::Seconds(2);
 
-// What the ranks share beside HostRanks' own.
+// The ranks share this beside HostRanks' own.
 struct Shared {
   RankWord id_there;
   ncclUniqueId id;
@@ -58,7 +58,7 @@ class NcclRankGroup : public RankGroup {
     absl::MutexLock lock(&mutex_);
     if (comm_ == nullptr) return;
     for (void* handle : registered_) nccl_.deregister_buffer(comm_, handle);
-    // Not ncclCommDestroy, which waits for the other ranks.
+    // It is not ncclCommDestroy, which waits for the other ranks.
     nccl_.abort(comm_);
   }
 

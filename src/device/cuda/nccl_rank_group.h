@@ -1,4 +1,5 @@
-// Groups of ranks of the CUDA device, by NCCL. This header needs neither NCCL's nor CUDA's headers.
+// This makes groups of ranks of the CUDA device, by NCCL. This header needs neither NCCL's nor
+// CUDA's headers.
 //
 // The ranks meet in shared memory (src/device/host_ranks.h), where rank 0 leaves NCCL's id, and
 // where each sees the others end. A thread watches them and NCCL; when the group fails it aborts

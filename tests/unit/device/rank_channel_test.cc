@@ -1,4 +1,4 @@
-// Messages from rank 0 to the others, and the ends of a channel.
+// These tests hold a channel to its order and to its ends.
 #include "src/device/rank_channel.h"
 
 #include <signal.h>
@@ -23,7 +23,7 @@ absl::StatusOr<std::unique_ptr<RankChannel>> Join(const RankGroupOptions& option
       {options.name, options.rank, options.size, options.join_timeout, absl::Seconds(5)});
 }
 
-// Message number `i`: of lengths from nothing to more than the ring holds.
+// Returns message number `i`; lengths go from nothing to more than the ring holds.
 std::vector<uint8_t> Message(int i) {
   SplitMix64 random(static_cast<uint64_t>(i));
   const size_t bytes = i == 150 ? (size_t{3} << 20) + 1 : random.Below(i % 10 == 0 ? 300'000 : 500);

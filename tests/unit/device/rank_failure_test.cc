@@ -1,5 +1,5 @@
-// What ends a group of ranks: a rank that dies, that does not come, or that calls something else;
-// and what ends the start of one.
+// A group of ranks ends by a rank that dies, that does not come, or that calls something else. The
+// start of one ends by its time.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>

@@ -1,5 +1,5 @@
-// The promises of src/device/rank_group.h, on every device: the CPU's with ranks as threads and as
-// processes, the simulated one, and CUDA's with processes that share a GPU.
+// These are the promises of src/device/rank_group.h, on every device: the CPU's with ranks as
+// threads and as processes, the simulated one, and CUDA's with processes that share a GPU.
 #include "src/device/rank_group.h"
 
 #include <catch2/catch.hpp>
@@ -25,12 +25,12 @@
 namespace sluice {
 namespace {
 
-// Memory of a device, with a copy on the host.
+// This is memory of a device, with a copy on the host.
 struct Both {
   Buffer device, host;
 };
 
-// One rank of a case: its memory and what it has enqueued.
+// A Rank is one rank of a case, with its memory.
 class Rank {
  public:
   Rank(Device* device, std::unique_ptr<RankGroup> group)
@@ -96,7 +96,7 @@ float ValueAt(int rank, int64_t i, uint64_t salt = 0) {
   return static_cast<float>(random.Below(64)) / 8.0f - 4.0f;
 }
 
-// A case in two parts, since one thread runs all simulated ranks: all enqueue, then all check.
+// A case has two parts, since one thread runs all simulated ranks: all enqueue, then all check.
 struct Case {
   void (*enqueue)(Rank& rank);
   std::string (*check)(Rank& rank);
@@ -135,7 +135,7 @@ void OnProcesses(const Case& test) {
   }
 }
 
-// Simulated ranks of one process.
+// These are simulated ranks of one process.
 struct SimGroup {
   SimGroup(SimRanksOptions ranks_options, absl::Duration deadline = absl::Seconds(30))
       : ranks(ranks_options, &clock) {
@@ -320,7 +320,7 @@ const Case kBroadcasts{[](Rank& r) {
                        }};
 SLUICE_RANK_TEST("a broadcast gives every rank the root's data", kBroadcasts)
 
-// Round and round: every rank hands to the next, even ranks first.
+// Every rank hands to the next, even ranks first.
 const Case kHandsOn{
     [](Rank& r) {
       constexpr size_t kBytes = 300'000;  // more than a pair's area holds
@@ -346,7 +346,7 @@ const Case kHandsOn{
     }};
 SLUICE_RANK_TEST("what a rank sends another receives", kHandsOn)
 
-// Units of 12 bytes; from a to b go (3 a + 5 b) % 7 * 300 of them, none from 0 to 0.
+// A unit has 12 bytes; from a to b go (3 a + 5 b) % 7 * 300 of them, none from 0 to 0.
 constexpr int32_t kCapacity = 2'000, kUnit = 12;
 int32_t UnitsOf(int from, int to) { return (3 * from + 5 * to) % 7 * 300; }
 int32_t UnitWord(int from, int to, int64_t i) {
@@ -387,7 +387,7 @@ const Case kExchanges{
     }};
 SLUICE_RANK_TEST("an all-to-all moves as many units as the device's counts say", kExchanges)
 
-// A program of two sums, which runs several times over other data.
+// A program of two sums runs several times, over other data each time.
 constexpr int kRuns = 5;
 const Case kRecorded{[](Rank& r) {
                        for (const size_t m : {0, 2}) r.Memory(m, kRuns * kCount * 4);

@@ -1,5 +1,5 @@
-// An engine whose steps other ranks follow: the orders as bytes, answers, and ends. The ranks are
-// threads of this process.
+// These tests are of an engine whose steps other ranks follow: the orders as bytes, answers, and
+// ends. The ranks are threads of this process.
 #include <catch2/catch.hpp>
 #include <string>
 #include <thread>
@@ -9,6 +9,7 @@
 #include "src/base/error.h"
 #include "src/engine/rank_plan.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/device.h"
 #include "tests/support/node.h"
 #include "tests/support/ranks.h"
 #include "tests/test_main.h"
@@ -243,6 +244,44 @@ TEST_CASE("a request with caches, or to be kept, is refused by ranks", "[ranks]"
     pushed.sink = std::make_shared<TokenStream>(8);
     CHECK(FieldOf(node.engine().Submit(std::move(pushed)).status()) == "handoff");
   });
+}
+
+// The ranks' steps are programs that hold the group's operations. Sums in another order round
+// otherwise, so texts may part at near ties.
+TEST_CASE("an engine of two ranks on one GPU gives one engine's answers", "[ranks][cuda]") {
+  const auto tried =
+      testing::RunRankProcesses(testing::RankOptions(1), [](const RankGroupOptions&) {
+        return std::string(testing::TestDevice("cuda").status().message());
+      });
+  if (!tried[0].empty()) return SkipTest(tried[0]);
+  NodeOptions options = OptionsFor("tiny-llama");
+  options.kernels = "cuda";
+  options.kv_dtype = DType::kBFloat16;
+  RankGroupOptions group = testing::RankOptions(2);
+  group.join_timeout = absl::Seconds(60);
+  const auto wrong = testing::RunRankProcesses(
+      group,
+      [&](const RankGroupOptions& own) -> std::string {
+        if (own.rank == 1) {
+          const absl::Status end = Follow(options, own);
+          return end.ok() ? "" : end.ToString();
+        }
+        std::vector<std::vector<int32_t>> want;
+        {
+          Node alone(options);
+          want = Answers(alone);
+        }
+        NodeOptions leading = options;
+        leading.ranks = &own;
+        Node node(leading);
+        const std::vector<std::vector<int32_t>> got = Answers(node);
+        size_t same = 0;
+        for (size_t i = 0; i < want.size(); ++i) same += got[i] == want[i] ? 1 : 0;
+        return 2 * same > want.size() ? ""
+                                      : absl::StrCat(same, " of ", want.size(), " are the same");
+      },
+      /*share_gpu=*/true);
+  CHECK(testing::Joined(wrong) == "");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// How a model is divided among ranks, and that a source gives the parts of a matrix.
+// These tests say how a model is divided among ranks, and that a source gives parts of a matrix.
 #include "src/model/shard.h"
 
 #include <catch2/catch.hpp>

@@ -1,4 +1,4 @@
-// How ranks of one host divide its cpus and its memory.
+// These tests say how ranks of one host divide its cpus and its memory.
 #include "src/server/ranks.h"
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 namespace sluice {
 namespace {
 
-// Two nodes of `cores` cores with two cpus each, numbered as Linux does: the second cpus of all
-// cores come after the first ones.
+// Returns two nodes of `cores` cores with two cpus each, numbered as Linux does: the second cpus of
+// all cores come after the first ones.
 std::vector<Cpu> Host(int cores) {
   std::vector<Cpu> cpus;
   for (int id = 0; id < 4 * cores; ++id) {
