@@ -39,7 +39,7 @@ class RankPlanReader {
       return;
     }
     values->resize(n);
-    std::memcpy(values->data(), left_.data(), n * sizeof(T));
+    if (n > 0) std::memcpy(values->data(), left_.data(), n * sizeof(T));
     left_.remove_prefix(n * sizeof(T));
   }
 
