@@ -118,17 +118,20 @@ std::vector<int> CpusOfRank(std::vector<Cpu> cpus, int rank, int ranks) {
   return own;
 }
 
-void DivideCpus(const Config& config) {
-  if (RanksOf(config) == 1) return;
+void DivideCpus(Config* config) {
+  if (RanksOf(*config) == 1) return;
   const std::vector<int> own =
-      CpusOfRank(UsableCpus(), static_cast<int>(config.rank()), RanksOf(config));
-  if (own.empty()) return;
+      CpusOfRank(UsableCpus(), static_cast<int>(config->rank()), RanksOf(*config));
+  if (own.empty()) {
+    if (config->threads() == 0) config->set_threads(1);
+    return;
+  }
   if (const absl::Status pinned = PinThisThread(own); !pinned.ok()) {
     Log(LogLevel::kWarn, "ranks share the cpus", {{"error", std::string(pinned.message())}});
     return;
   }
   Log(LogLevel::kInfo, "cpus of this rank",
-      {{"rank", config.rank()}, {"cpus", FormatCpuList(own)}});
+      {{"rank", config->rank()}, {"cpus", FormatCpuList(own)}});
 }
 
 void DivideMemory(const Config& config, MemoryFound* found) {

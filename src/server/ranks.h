@@ -34,8 +34,9 @@ absl::Status CheckRanks(Config* config);
 // than ranks.
 std::vector<int> CpusOfRank(std::vector<Cpu> cpus, int rank, int ranks);
 // Leaves this thread, and those that it starts, the rank's share of the cpus, so that ranks of a
-// host do not compute on each other's.
-void DivideCpus(const Config& config);
+// host do not compute on each other's. Where there are fewer cpus than ranks, a rank computes with
+// one thread unless `threads` says otherwise.
+void DivideCpus(Config* config);
 // Leaves a rank its share of the host's memory.
 void DivideMemory(const Config& config, MemoryFound* found);
 

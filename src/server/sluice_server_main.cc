@@ -10,7 +10,7 @@ int main(int argc, char** argv) {
     sluice::Config config = given;
     SLUICE_RETURN_IF_ERROR(sluice::ApplyWorkerSet(&config));
     SLUICE_RETURN_IF_ERROR(sluice::CheckRanks(&config));
-    sluice::DivideCpus(config);
+    sluice::DivideCpus(&config);
     if (config.rank() > 0) return sluice::RunFollower(config, signals);
     SLUICE_ASSIGN_OR_RETURN(const auto node, sluice::DecodeNode::Start(config));
     return node->ServeUntil(signals);

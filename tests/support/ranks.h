@@ -20,7 +20,7 @@ using RankBody = std::function<std::string(RankGroupOptions options)>;
 // Runs every rank in a thread. Returns what was wrong with each.
 std::vector<std::string> RunRankThreads(const RankGroupOptions& options, const RankBody& body);
 
-// Runs every rank in a process of its own, and kills those that are still there after a minute.
+// Runs every rank in a process of its own, and kills those that are still there after 100 seconds.
 // Returns what was wrong with each: "died" if it ended otherwise than by returning. With
 // `share_gpu`, each takes part in NCCL as if it had a host of its own, so that all may have one
 // GPU. REQUIRES: this process has no other thread.
