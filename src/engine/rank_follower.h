@@ -18,7 +18,7 @@
 
 namespace sluice {
 
-class RankFollower : private RankOrders {
+class RankFollower final : private RankOrders {
  public:
   struct Options {
     int slots = 0;

@@ -209,7 +209,7 @@ absl::Status RunFollower(Config config, Signals& signals) {
        {"policy", memory.policy->name()},
        {"weight_bytes", model->weight_bytes()}});
   signals.Serving();
-  const absl::Status status = follower->Run();
+  absl::Status status = follower->Run();
   Log(status.ok() ? LogLevel::kInfo : LogLevel::kError, "stopped",
       {{"rank", config.rank()}, {"status", std::string(status.message())}});
   return status;

@@ -50,7 +50,7 @@ class CpuRankGroup : public RankGroup {
         host_(std::move(host)),
         health_(health),
         sources_(static_cast<size_t>(options.size)),
-        counts_(static_cast<size_t>(options.size * options.size)),
+        counts_(static_cast<size_t>(options.size) * static_cast<size_t>(options.size)),
         watch_([this] { Watch(); }) {}
   ~CpuRankGroup() override {
     stop_.Notify();
@@ -124,12 +124,14 @@ class CpuRankGroup : public RankGroup {
            (2 * static_cast<size_t>(rank) + round % 2) * options_.round_bytes;
   }
   uint8_t* Pairs() const { return DataOf(size(), 0); }
-  size_t PairIndex(int from, int to) const { return static_cast<size_t>(from * size() + to); }
+  size_t PairIndex(int from, int to) const {
+    return static_cast<size_t>(from) * static_cast<size_t>(size()) + static_cast<size_t>(to);
+  }
   Pair& PairOf(int from, int to) const {
     return reinterpret_cast<Pair*>(Pairs())[PairIndex(from, to)];
   }
   uint8_t* PairData(int from, int to, uint32_t piece) const {
-    return Pairs() + sizeof(Pair) * static_cast<size_t>(size() * size()) +
+    return Pairs() + sizeof(Pair) * static_cast<size_t>(size()) * static_cast<size_t>(size()) +
            (2 * PairIndex(from, to) + piece % 2) * kPairBytes;
   }
 
@@ -315,7 +317,9 @@ class CpuRankGroup : public RankGroup {
     int64_t first = 0;  // where the units for `to` begin in the stream
     for (int to = 0; to < size(); ++to) {
       const int64_t bytes =
-          int64_t{counts_[static_cast<size_t>(from * size() + to)]} * p.unit_bytes;
+          int64_t{counts_[static_cast<size_t>(from) * static_cast<size_t>(size()) +
+                          static_cast<size_t>(to)]} *
+          p.unit_bytes;
       const int64_t low = std::max(at, first), high = std::min(end, first + bytes);
       if (low < high && (show || to == rank())) {
         uint8_t* const area = DataOf(from, round_) + (low - at);

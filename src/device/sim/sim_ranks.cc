@@ -17,7 +17,7 @@ class SimRankGroup : public RankGroup {
       : RankGroup(options.rank, options.size),
         ranks_(ranks),
         options_(options),
-        pairs_(static_cast<size_t>(2 * options.size)) {}
+        pairs_(2 * static_cast<size_t>(options.size)) {}
   ~SimRankGroup() override { ranks_->healths_[static_cast<size_t>(rank())] = nullptr; }
 
   void Abort(const std::string& why) override { ranks_->Fail(RankLost(rank(), "gave up: " + why)); }
@@ -135,7 +135,7 @@ void SimRankGroup::Enqueue(Stream& stream, const Operation& operation) {
   if (pair) {
     arrival.from = sends ? rank() : operation.peer;
     arrival.to = sends ? operation.peer : rank();
-    arrival.number = pairs_[static_cast<size_t>(2 * operation.peer + (sends ? 0 : 1))]++;
+    arrival.number = pairs_[2 * static_cast<size_t>(operation.peer) + (sends ? 0 : 1)]++;
   } else {
     arrival.number = numbers_++;
   }
