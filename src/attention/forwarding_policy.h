@@ -41,9 +41,11 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
   }
   void Release(int slot) override { policy_->Release(slot); }
   bool MakeFirm(int slot) override { return policy_->MakeFirm(slot); }
-  bool ReserveHostCopy(int slot, int64_t tokens) override {
-    return policy_->ReserveHostCopy(slot, tokens);
+  bool ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) override {
+    return policy_->ReserveHostCopy(slot, tokens, std::move(prefix));
   }
+  SequenceCache* HostCacheOfPrompt(int slot) override { return policy_->HostCacheOfPrompt(slot); }
+  bool shares_host_caches() const override { return policy_->shares_host_caches(); }
   void Evict(int slot, int64_t tokens) override { policy_->Evict(slot, tokens); }
   std::unique_ptr<SequenceCache> DetachHostCache(int slot) override {
     return policy_->DetachHostCache(slot);

@@ -18,6 +18,7 @@
 #include "src/kv/page_pool.h"
 #include "src/kv/selection_hints.h"
 #include "src/kv/sequence_cache.h"
+#include "src/kv/shared_prefix.h"
 
 namespace sluice {
 
@@ -69,8 +70,10 @@ class SequencePlacement {
   virtual bool MakeFirm(int slot) = 0;
 
   // Reserves DRAM for positions below `tokens` where the sequence has none, so that it can be
-  // evicted from then on. Returns false if there is no capacity now.
-  virtual bool ReserveHostCopy(int slot, int64_t tokens) = 0;
+  // evicted from then on. `prefix` is a share of its first blocks, if they lie in DRAM already. A
+  // sequence that has a host cache or a soft promise does not need it. Returns false if there is no
+  // capacity now.
+  virtual bool ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) = 0;
 
   // Starts to copy positions below `tokens` to the sequence's reserved DRAM. REQUIRES: a soft
   // promise or ReserveHostCopy, Warm(slot), and every step that has the slot is done.
@@ -79,6 +82,14 @@ class SequencePlacement {
   // Releases the slot and returns its host cache, which Admit takes again (null if no token was
   // cached). REQUIRES: Evict(slot) was called, and Warm(slot) since.
   virtual std::unique_ptr<SequenceCache> DetachHostCache(int slot) = 0;
+
+  // Returns the slot's host cache if the prompt's rows write to it, so that it has the caches of a
+  // computed prompt; else null.
+  virtual SequenceCache* HostCacheOfPrompt(int /*slot*/) { return nullptr; }
+
+  // Returns whether the host cache that Admit takes may have blocks that other sequences may share
+  // from then on. It may not where a part of the blocks is given back while the sequence runs.
+  virtual bool shares_host_caches() const { return true; }
 
   // Returns whether a sequence needs EndPrompt before its first decode row. EndPrompt is then due
   // directly after Admit where the whole prompt was handed over, and otherwise after the last step

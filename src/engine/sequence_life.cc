@@ -156,7 +156,7 @@ void EngineImpl::Keep(Sequence& sequence) {
   sequence.keep_tokens = std::min(sequence.in_batch() ? sequence.cached : sequence.home_tokens,
                                   static_cast<int64_t>(sequence.tokens.size()) - 1);
   if (sequence.keep_tokens <= 0) return;
-  if (sequence.in_batch() ? !parts_.policy->ReserveHostCopy(sequence.slot, sequence.keep_tokens)
+  if (sequence.in_batch() ? !parts_.policy->ReserveHostCopy(sequence.slot, sequence.keep_tokens, {})
                           : sequence.home == nullptr) {
     return;
   }

@@ -22,12 +22,15 @@ void CopyPages(const PagePool& from, const int32_t* source, const PagePool& to,
 }
 
 void CopyPages(const SequenceCache& from, const SequenceCache& to, int layer, size_t kind,
-               int64_t tokens, std::vector<Stream::CopyOp>* copies) {
+               int64_t tokens, std::vector<Stream::CopyOp>* copies, int64_t begin) {
   const std::vector<int32_t>& source = from.Pages(layer, kind);
   const std::vector<int32_t>& target = to.Pages(layer, kind);
   const int64_t blocks = from.pool()->layout().kinds[kind].BlocksFor(tokens);
   SLUICE_CHECK(blocks <= static_cast<int64_t>(std::min(source.size(), target.size())));
-  CopyPages(*from.pool(), source.data(), *to.pool(), target.data(), kind, blocks, copies);
+  const int64_t first = begin / from.pool()->layout().kinds[kind].block_tokens;
+  if (first >= blocks) return;
+  CopyPages(*from.pool(), source.data() + first, *to.pool(), target.data() + first, kind,
+            blocks - first, copies);
 }
 
 }  // namespace sluice

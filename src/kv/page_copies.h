@@ -17,9 +17,9 @@ void CopyPages(const PagePool& from, const int32_t* source, const PagePool& to,
                const int32_t* target, size_t kind, int64_t blocks,
                std::vector<Stream::CopyOp>* copies);
 
-// Does the same for the pages that hold the first `tokens` tokens of a sequence, in one layer and
-// kind. REQUIRES: both caches have that many pages.
+// Does the same for the pages that hold tokens [begin, tokens) of a sequence, in one layer and
+// kind. REQUIRES: both caches have that many pages, and `begin` is a block's first token.
 void CopyPages(const SequenceCache& from, const SequenceCache& to, int layer, size_t kind,
-               int64_t tokens, std::vector<Stream::CopyOp>* copies);
+               int64_t tokens, std::vector<Stream::CopyOp>* copies, int64_t begin = 0);
 
 }  // namespace sluice

@@ -143,22 +143,52 @@ bool PagePool::Holds(const PagesByKind& pages) const {
   return !slabs_.has_value() || slabs <= slabs_->count();
 }
 
-bool PagePool::MayPromise(const PagesByKind& more, bool firm) const {
+bool PagePool::MayPromise(const PagesByKind& more, bool firm, bool without_idle) const {
   int64_t slabs = 0;
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     const KindState& state = kinds_[kind];
-    if (more[kind] > state.limit - state.promised) return false;
-    if (more[kind] > state.pages - (firm ? state.firm : 0)) return false;
-    if (slabs_.has_value()) slabs += slabs_->Needed(kind, state.promised + more[kind]);
+    const int64_t idle = without_idle ? state.idle : 0;
+    if (more[kind] > state.limit - state.promised + idle) return false;
+    if (more[kind] > state.pages - (firm ? state.firm - idle : 0)) return false;
+    if (!slabs_.has_value()) continue;
+    const int64_t promised = state.promised - idle + more[kind];
+    slabs +=
+        without_idle ? slabs_->NeededWithoutIdle(kind, promised) : slabs_->Needed(kind, promised);
   }
   return !slabs_.has_value() || slabs <= slabs_->count();
+}
+
+bool PagePool::Reclaim(const PagesByKind& more, bool firm) {
+  // Nothing is dropped for a promise that cannot be made even so.
+  if (reclaimer_ == nullptr || !MayPromise(more, firm, /*without_idle=*/true)) return false;
+  PagesByKind lacking{};
+  int64_t sum = 0;
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const KindState& state = kinds_[kind];
+    const int64_t left = state.limit - state.promised;
+    lacking[kind] = std::max<int64_t>(more[kind] - left, 0);
+    sum += lacking[kind];
+  }
+  if (sum == 0) lacking = more;  // slabs are lacking, and which pages free one is not known
+  const Reclaimer reclaimer = reclaimer_;
+  mutex_.Unlock();
+  const bool dropped = reclaimer(lacking);
+  mutex_.Lock();
+  return dropped;
+}
+
+void PagePool::SetReclaimer(Reclaimer reclaimer) {
+  SLUICE_CHECK(!overcommitted());
+  absl::MutexLock lock(&mutex_);
+  reclaimer_ = std::move(reclaimer);
 }
 
 int64_t PagePool::PagesLeftFor(size_t kind) const {
   if (!slabs_.has_value()) return kinds_[kind].pages;
   int64_t slabs = slabs_->count();
   for (size_t other = 0; other < kinds_.size(); ++other) {
-    if (other != kind) slabs -= slabs_->Needed(other, kinds_[other].promised);
+    if (other == kind) continue;
+    slabs -= slabs_->NeededWithoutIdle(other, kinds_[other].promised - kinds_[other].idle);
   }
   return slabs_->PagesIn(kind, slabs);
 }
@@ -172,7 +202,9 @@ Reservation PagePool::TryReserve(const TokensByKind& tokens, Promise promise) {
   const bool firm = promise == Promise::kFirm;
   const PagesByKind pages = PagesFor(tokens);
   absl::MutexLock lock(&mutex_);
-  if (!MayPromise(pages, firm)) return Reservation();
+  while (!MayPromise(pages, firm)) {
+    if (!Reclaim(pages, firm)) return Reservation();
+  }
   Reservation reservation;
   reservation.pool_ = this;
   reservation.firm_ = firm;
@@ -192,7 +224,9 @@ bool PagePool::Extend(Reservation& reservation, const TokensByKind& tokens) {
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     more[kind] = std::max<int64_t>(more[kind] - reservation.total_[kind], 0);
   }
-  if (!MayPromise(more, /*firm=*/true)) return false;
+  while (!MayPromise(more, /*firm=*/true)) {
+    if (!Reclaim(more, /*firm=*/true)) return false;
+  }
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     reservation.total_[kind] += more[kind];
     reservation.left_[kind] += more[kind];
@@ -286,6 +320,32 @@ void PagePool::Give(Reservation& reservation, size_t kind, absl::Span<const int3
   }
 }
 
+void PagePool::SetIdle(size_t kind, absl::Span<const int32_t> pages, bool idle) {
+  absl::MutexLock lock(&mutex_);
+  KindState& state = kinds_[kind];
+  state.idle += idle ? std::ssize(pages) : -std::ssize(pages);
+  SLUICE_CHECK(state.idle >= 0 && state.idle <= state.taken && state.idle <= state.firm);
+  if (!slabs_.has_value()) return;
+  for (const int32_t page : pages) slabs_->SetIdle(kind, {page, 1}, idle);
+}
+
+void PagePool::MoveTaken(Reservation& from, Reservation& to, size_t kind, int64_t count) {
+  SLUICE_CHECK(from.pool_ == this && to.pool_ == this && from.firm_ && to.firm_);
+  SLUICE_CHECK(from.total_[kind] - from.left_[kind] >= count, "pages move with their promise");
+  from.total_[kind] -= count;
+  to.total_[kind] += count;
+}
+
+void PagePool::GiveUp(Reservation& reservation, size_t kind, absl::Span<const int32_t> pages) {
+  Give(reservation, kind, pages);
+  absl::MutexLock lock(&mutex_);
+  const int64_t count = std::ssize(pages);
+  reservation.total_[kind] -= count;
+  reservation.left_[kind] -= count;
+  kinds_[kind].promised -= count;
+  kinds_[kind].firm -= count;
+}
+
 void PagePool::GiveRun(size_t kind, PageRun run) {
   KindState& state = kinds_[kind];
   for (int32_t page = run.first; page < run.first + run.count; ++page) {
@@ -303,10 +363,10 @@ PagePool::Headroom PagePool::HeadroomNow() const {
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     const KindState& state = kinds_[kind];
     const int64_t pages = PagesLeftFor(kind);
-    const int64_t unpromised = state.limit - state.promised - (state.pages - pages);
-    room.firm_tokens[kind] = TokensIn(kind, std::min(unpromised, pages - state.firm));
+    const int64_t unpromised = state.limit - state.promised + state.idle - (state.pages - pages);
+    room.firm_tokens[kind] = TokensIn(kind, std::min(unpromised, pages - state.firm + state.idle));
     room.soft_tokens[kind] = TokensIn(kind, std::min(unpromised, pages));
-    room.free_tokens[kind] = TokensIn(kind, pages - state.taken);
+    room.free_tokens[kind] = TokensIn(kind, pages - state.taken + state.idle);
   }
   return room;
 }
@@ -341,7 +401,8 @@ PagePool::Usage PagePool::UsageOf(size_t kind) const {
   absl::MutexLock lock(&mutex_);
   const KindState& state = kinds_[kind];
   const int64_t page_bytes = layout_.kinds[kind].page_bytes();
-  return {PagesLeftFor(kind) * page_bytes, state.promised * page_bytes, state.taken * page_bytes};
+  return {PagesLeftFor(kind) * page_bytes, (state.promised - state.idle) * page_bytes,
+          (state.taken - state.idle) * page_bytes, state.idle * page_bytes};
 }
 
 std::vector<PageRun> PagePool::FreeRuns(size_t kind) const {

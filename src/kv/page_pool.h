@@ -6,10 +6,15 @@
 // under one may find no page. Either the arena is divided among the kinds in the proportion in
 // which sequences take them, and each kind runs out by itself; or the kinds share it
 // (TierShape::shared), and each has what the others leave. Thread-safe.
+//
+// Pages may be idle: they hold caches that nobody uses now and that somebody may want again
+// (PrefixCache). They are promised and taken as others are, but whoever has them drops them as soon
+// as a promise lacks their room. So all figures of what is free count idle pages as free.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -70,6 +75,8 @@ class PagePool {
   }
   ~PagePool();
 
+  using PagesByKind = std::array<int64_t, TokensByKind::kMaxKinds>;
+
   // Returns whether a sequence of `tokens` fits into the empty pool.
   bool CouldEverFit(const TokensByKind& tokens) const;
   // Promises pages for `tokens`. Returns an empty reservation if there is no room now.
@@ -95,6 +102,21 @@ class PagePool {
   bool TryTake(Reservation& reservation, absl::Span<const Extent> extents);
   // Gives pages back. They stay promised to the reservation.
   void Give(Reservation& reservation, size_t kind, absl::Span<const int32_t> pages);
+
+  // ---- For the owner of idle pages ----
+
+  // Drops idle pages, so many of each kind or more, and returns whether it dropped any.
+  using Reclaimer = std::function<bool(const PagesByKind& pages)>;
+  // Sets the function that is called, without the pool's lock, when a promise lacks room that idle
+  // pages have. Null: there are no idle pages.
+  void SetReclaimer(Reclaimer reclaimer);
+  // Makes taken pages idle, or ends that. REQUIRES: their promise is firm.
+  void SetIdle(size_t kind, absl::Span<const int32_t> pages, bool idle);
+  // Moves pages that were taken under one promise to another, with their share of it. REQUIRES:
+  // both are firm, and `from` has taken as many.
+  void MoveTaken(Reservation& from, Reservation& to, size_t kind, int64_t count);
+  // Gives pages back and the promise with them.
+  void GiveUp(Reservation& reservation, size_t kind, absl::Span<const int32_t> pages);
 
   const std::string& name() const { return name_; }
   const CacheLayout& layout() const { return layout_; }
@@ -128,6 +150,7 @@ class PagePool {
     int64_t capacity_bytes = 0;  // where kinds share the arena: less what the others are promised
     int64_t reserved_bytes = 0;  // including taken pages; at most overcommit x the capacity
     int64_t used_bytes = 0;      // taken pages; at most the capacity
+    int64_t idle_bytes = 0;      // idle pages, which the two above do not count
   };
   Usage UsageOf(size_t kind) const;
   // Returns the pages that no sequence owns, for tests and checkers that watch them. Where kinds
@@ -145,17 +168,21 @@ class PagePool {
     int64_t promised = 0;  // firm or soft, taken or not
     int64_t firm = 0;      // the firm ones among them: at most `pages`
     int64_t taken = 0;
+    int64_t idle = 0;         // taken, firm pages that a promise may have
     PageRuns free;            // where the arena is shared: in the slabs that this kind has
     std::vector<bool> owned;  // by page: no page has two owners
   };
-  using PagesByKind = std::array<int64_t, TokensByKind::kMaxKinds>;
   PagePool(std::string name, const TierShape& shape, const std::vector<int64_t>& pages,
            Buffer arena, double overcommit);
   PagesByKind PagesFor(const TokensByKind& tokens) const;
   // Returns whether an empty pool holds that many pages.
   bool Holds(const PagesByKind& pages) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Returns whether that many more pages may be promised now.
-  bool MayPromise(const PagesByKind& more, bool firm) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Returns whether that many more pages may be promised now, or once no page is idle.
+  bool MayPromise(const PagesByKind& more, bool firm, bool without_idle = false) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Returns whether a promise of `more` pages is to be tried again, because idle pages were dropped
+  // for it. Unlocks the pool meanwhile. REQUIRES: MayPromise(more, firm) is false.
+  bool Reclaim(const PagesByKind& more, bool firm) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Returns the pages that a kind has or may come to have, given what the others are promised.
   int64_t PagesLeftFor(size_t kind) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Returns the tokens of one sequence that `pages` pages of a kind hold.
@@ -174,6 +201,7 @@ class PagePool {
   mutable absl::Mutex mutex_;
   std::optional<PageSlabs> slabs_ ABSL_GUARDED_BY(mutex_);  // only if kinds share the arena
   std::vector<KindState> kinds_ ABSL_GUARDED_BY(mutex_);
+  Reclaimer reclaimer_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace sluice

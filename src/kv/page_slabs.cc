@@ -14,7 +14,7 @@ int64_t PageSlabs::SlabBytes(const CacheLayout& layout) {
 }
 
 PageSlabs::PageSlabs(const CacheLayout& layout, int64_t arena_bytes)
-    : used_(static_cast<size_t>(arena_bytes / SlabBytes(layout))) {
+    : used_(static_cast<size_t>(arena_bytes / SlabBytes(layout))), idle_(used_.size()) {
   for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
     pages_[kind] = SlabBytes(layout) / layout.kinds[kind].page_bytes();
   }
@@ -32,14 +32,28 @@ void PageSlabs::Claim(size_t kind, int64_t lacking, PageRuns* free) {
 
 void PageSlabs::Take(size_t kind, PageRun pages) {
   for (int32_t page = pages.first; page < pages.first + pages.count; ++page) {
-    ++used_[static_cast<size_t>(page / pages_[kind])];
+    const auto slab = static_cast<size_t>(page / pages_[kind]);
+    if (used_[slab]++ == idle_[slab]) ++busy_[kind];
+  }
+}
+
+void PageSlabs::SetIdle(size_t kind, PageRun pages, bool idle) {
+  for (int32_t page = pages.first; page < pages.first + pages.count; ++page) {
+    const auto slab = static_cast<size_t>(page / pages_[kind]);
+    if (idle) {
+      if (++idle_[slab] == used_[slab]) --busy_[kind];
+    } else if (idle_[slab]-- == used_[slab]) {
+      ++busy_[kind];
+    }
   }
 }
 
 void PageSlabs::Give(size_t kind, PageRun pages, PageRuns* free) {
   for (int32_t page = pages.first; page < pages.first + pages.count; ++page) {
     const auto slab = static_cast<int32_t>(page / pages_[kind]);
-    if (--used_[static_cast<size_t>(slab)] > 0) continue;
+    const int32_t used = --used_[static_cast<size_t>(slab)];
+    if (used == idle_[static_cast<size_t>(slab)]) --busy_[kind];
+    if (used > 0) continue;
     free->Cut(PagesOf(kind, {slab, 1}));
     free_.Add({slab, 1});
     --held_[kind];

@@ -6,7 +6,8 @@
 // A kind takes another slab only when those that it has are full. So it never has more slabs than
 // its promised pages fill, or than it had when the others were promised theirs. If the larger of
 // both is counted for each kind and the sum fits, every promise is kept, however pages come and go.
-// Not thread-safe.
+// Pages that are idle (PagePool::SetIdle) hold their slab as others do, but the slabs that only
+// they hold are known, because dropping them frees these. Not thread-safe.
 #pragma once
 
 #include <array>
@@ -31,9 +32,15 @@ class PageSlabs {
     return (pages + pages_[kind] - 1) / pages_[kind];
   }
   int64_t held(size_t kind) const { return held_[kind]; }
+  // Returns the slabs of a kind that have a page which is taken and not idle.
+  int64_t busy(size_t kind) const { return busy_[kind]; }
   // Returns the slabs that a kind may come to have when `promised` pages of it are promised.
   int64_t Needed(size_t kind, int64_t promised) const {
     return std::max(held_[kind], SlabsFor(kind, promised));
+  }
+  // Returns what Needed would return if no idle page were there.
+  int64_t NeededWithoutIdle(size_t kind, int64_t promised) const {
+    return std::max(busy_[kind], SlabsFor(kind, promised));
   }
 
   // Gives a kind slabs with room for `lacking` pages and adds their pages to `free`. REQUIRES: that
@@ -43,7 +50,10 @@ class PageSlabs {
   void Take(size_t kind, PageRun pages);
   // Notes that these pages, which are in `free` already, were given back. Slabs that are empty now
   // go back, and their pages leave `free`.
+  // REQUIRES: they are not idle.
   void Give(size_t kind, PageRun pages, PageRuns* free);
+  // Notes that these pages, which are taken, are idle now, or that they are no more.
+  void SetIdle(size_t kind, PageRun pages, bool idle);
   // Returns the pages of a kind in slabs that no kind has.
   std::vector<PageRun> Unclaimed(size_t kind) const;
 
@@ -55,7 +65,9 @@ class PageSlabs {
 
   std::array<int64_t, TokensByKind::kMaxKinds> pages_{};  // in a slab, by kind
   std::array<int64_t, TokensByKind::kMaxKinds> held_{};   // slabs, by kind
+  std::array<int64_t, TokensByKind::kMaxKinds> busy_{};   // slabs, by kind
   std::vector<int32_t> used_;                             // pages that are taken, by slab
+  std::vector<int32_t> idle_;                             // those of them that are idle, by slab
   PageRuns free_;                                         // slabs that no kind has
 };
 

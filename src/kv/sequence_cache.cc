@@ -6,12 +6,14 @@
 
 namespace sluice {
 
-SequenceCache::SequenceCache(PagePool* pool, Reservation reservation)
+SequenceCache::SequenceCache(PagePool* pool, Reservation reservation, SharedPrefix prefix)
     : pool_(pool),
       reservation_(std::move(reservation)),
+      prefix_(std::move(prefix)),
       kinds_(pool->layout().kinds.size()),
       pages_(static_cast<size_t>(pool->layout().layers) * kinds_) {
   SLUICE_CHECK(!reservation_.empty());
+  if (!prefix_.empty()) pages_ = std::move(prefix_.pages_);
   ReservePages();
   extents_.reserve(pages_.size());
 }
@@ -28,16 +30,28 @@ void SequenceCache::ReservePages() {
 void SequenceCache::GivePages(const TokensByKind& kept) {
   for (size_t i = 0; i < pages_.size(); ++i) {
     const size_t kind = i % kinds_;
-    const auto blocks = static_cast<size_t>(pool_->layout().kinds[kind].BlocksFor(kept[kind]));
+    const auto blocks = static_cast<size_t>(
+        std::max(pool_->layout().kinds[kind].BlocksFor(kept[kind]), SharedBlocks(kind)));
     if (pages_[i].size() <= blocks) continue;
     pool_->Give(reservation_, kind, absl::MakeConstSpan(pages_[i]).subspan(blocks));
     pages_[i].resize(blocks);
   }
 }
 
-Reservation SequenceCache::Dissolve(std::unique_ptr<SequenceCache> cache) {
+Reservation SequenceCache::Dissolve(std::unique_ptr<SequenceCache> cache, SharedPrefix* prefix) {
   cache->GivePages(0);
+  *prefix = std::move(cache->prefix_);
+  prefix->pages_ = std::move(cache->pages_);  // only those of the prefix are left
+  cache->pages_.clear();
   return std::move(cache->reservation_);
+}
+
+TokensByKind SequenceCache::Unshared(const TokensByKind& tokens) const {
+  TokensByKind own;
+  for (size_t kind = 0; kind < kinds_; ++kind) {
+    own[kind] = std::max<int64_t>(tokens[kind] - prefix_.tokens(), 0);
+  }
+  return own;
 }
 
 TokensByKind SequenceCache::Lacks(const TokensByKind& tokens) const {
@@ -52,14 +66,14 @@ TokensByKind SequenceCache::Lacks(const TokensByKind& tokens) const {
 }
 
 bool SequenceCache::Extend(const TokensByKind& tokens) {
-  if (!pool_->Extend(reservation_, tokens)) return false;
+  if (!pool_->Extend(reservation_, Unshared(tokens))) return false;
   ReservePages();
   return true;
 }
 
 void SequenceCache::ShrinkTo(const TokensByKind& tokens) {
   GivePages(tokens);
-  pool_->Shrink(reservation_, tokens);
+  pool_->Shrink(reservation_, Unshared(tokens));
 }
 
 int64_t SequenceCache::tokens() const {
@@ -77,7 +91,8 @@ SequenceCache::Growth SequenceCache::EnsureTokens(const TokensByKind& tokens) {
     if (need <= 0) continue;
     // The first extent is exactly what is asked for (the handed-over context). Later ones are
     // large, so that a layer's pages stay together, unless other sequences may be short of pages.
-    const int64_t at_least = have == 0 || pool_->overcommitted() ? 0 : kGrowthBlocks;
+    const bool first = have == SharedBlocks(kind);
+    const int64_t at_least = first || pool_->overcommitted() ? 0 : kGrowthBlocks;
     const int64_t most = reservation_.left(kind) / layout.layers;
     SLUICE_CHECK(need <= most, "a sequence grows inside its reservation");
     const int64_t take = std::clamp(at_least, need, most);

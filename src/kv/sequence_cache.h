@@ -1,6 +1,7 @@
 // SequenceCache is the pages that one sequence owns in one pool: for each layer and kind, page
-// numbers in the order of blocks. It may have more of one kind than of another, or none. Not
-// thread-safe: it has one owner at a time.
+// numbers in the order of blocks. It may have more of one kind than of another, or none. Its first
+// blocks may be shared with other sequences (PrefixCache); nobody writes those. Not thread-safe: it
+// has one owner at a time.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/shared_prefix.h"
 
 namespace sluice {
 
@@ -31,8 +33,9 @@ struct HomePiece {
 
 class SequenceCache {
  public:
-  // Starts without pages. REQUIRES: `reservation` came from `pool`.
-  SequenceCache(PagePool* pool, Reservation reservation);
+  // Starts with the pages of `prefix` and none of its own. The reservation is for what follows
+  // them. REQUIRES: `reservation` and `prefix` came from `pool`.
+  SequenceCache(PagePool* pool, Reservation reservation, SharedPrefix prefix = {});
   SequenceCache(const SequenceCache&) = delete;
   SequenceCache& operator=(const SequenceCache&) = delete;
   ~SequenceCache();  // gives every page back: nothing may read or write them any more
@@ -54,11 +57,13 @@ class SequenceCache {
   TokensByKind Lacks(const TokensByKind& tokens) const;
   // Makes a firm promise cover `tokens`. Returns false if there is no room for that now.
   bool Extend(const TokensByKind& tokens);
-  // Gives back the pages behind those of `tokens`, and the promise beyond. REQUIRES: nothing may
-  // read or write those pages any more.
+  // Gives back the pages behind those of `tokens`, and the promise beyond; shared blocks stay.
+  // REQUIRES: nothing may read or write those pages any more.
   void ShrinkTo(const TokensByKind& tokens);
-  // Gives every page back, as the destructor does, and returns the promise.
-  static Reservation Dissolve(std::unique_ptr<SequenceCache> cache);
+  // Gives every page of its own back and returns the promise. *prefix becomes what was shared.
+  static Reservation Dissolve(std::unique_ptr<SequenceCache> cache, SharedPrefix* prefix);
+  // Returns the leading tokens in blocks that others may share, which must not be written.
+  int64_t shared_tokens() const { return prefix_.tokens(); }
 
   // Holds `charge`, a part of a tenant's quota, until the pages go back.
   void Hold(std::shared_ptr<const void> charge) { charge_ = std::move(charge); }
@@ -82,6 +87,12 @@ class SequenceCache {
   void ForEachPiece(const HomeRange& range, absl::FunctionRef<void(const HomePiece&)> visit) const;
 
  private:
+  friend class PrefixCache;  // exchanges pages and their owners
+  int64_t SharedBlocks(size_t kind) const {
+    return prefix_.tokens() / pool_->layout().kinds[kind].block_tokens;
+  }
+  // Returns what of `tokens` is not shared.
+  TokensByKind Unshared(const TokensByKind& tokens) const;
   // Gives back the pages behind those of `kept`.
   void GivePages(const TokensByKind& kept);
   // Makes room in pages_ for all that is promised, so that adding pages does not allocate.
@@ -90,6 +101,7 @@ class SequenceCache {
   PagePool* pool_;
   std::shared_ptr<const void> charge_;
   Reservation reservation_;
+  SharedPrefix prefix_;
   size_t kinds_;
   std::vector<std::vector<int32_t>> pages_;  // [layer][kind]; room for all that is promised
   std::vector<PagePool::Extent> extents_;    // the growth under way; reused

@@ -54,7 +54,7 @@ class PlainLatentPolicy : public AttentionPolicy, public LatentAttention {
                  absl::Span<const int32_t> positions) override;
   void Release(int) override {}
   bool MakeFirm(int) override { return true; }
-  bool ReserveHostCopy(int, int64_t) override { return true; }
+  bool ReserveHostCopy(int, int64_t, SharedPrefix) override { return true; }
   void Evict(int, int64_t) override {}
   std::unique_ptr<SequenceCache> DetachHostCache(int) override { return nullptr; }
 

@@ -118,7 +118,10 @@ void OffloadPolicy::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
 }
 
 bool OffloadPolicy::MakeFirm(int /*slot*/) { return true; }
-bool OffloadPolicy::ReserveHostCopy(int /*slot*/, int64_t /*tokens*/) { return true; }
+bool OffloadPolicy::ReserveHostCopy(int /*slot*/, int64_t /*tokens*/, SharedPrefix /*prefix*/) {
+  return true;
+}
+SequenceCache* OffloadPolicy::HostCacheOfPrompt(int slot) { return tier_->MutableHomeOf(slot); }
 void OffloadPolicy::Evict(int /*slot*/, int64_t /*tokens*/) {}
 std::unique_ptr<SequenceCache> OffloadPolicy::DetachHostCache(int slot) {
   SLUICE_CHECK(Warm(slot), "a slot is released at rest");

@@ -53,7 +53,8 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   // No sequence is preempted, so promises are always firm. A sequence that is moved out for good is
   // in its host cache already.
   bool MakeFirm(int slot) override;
-  bool ReserveHostCopy(int slot, int64_t tokens) override;
+  bool ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) override;
+  SequenceCache* HostCacheOfPrompt(int slot) override;
   void Evict(int slot, int64_t tokens) override;
   std::unique_ptr<SequenceCache> DetachHostCache(int slot) override;
 

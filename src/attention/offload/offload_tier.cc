@@ -189,6 +189,9 @@ class OffloadTierImpl : public OffloadTier {
     return ArrayIn(layer, index, buffers_.host_tables);
   }
 
+  SequenceCache* MutableHomeOf(int slot) override {
+    return slots_[static_cast<size_t>(slot)].home.get();
+  }
   const SequenceCache& HomeOf(int slot) const override {
     return *slots_[static_cast<size_t>(slot)].home;
   }

@@ -131,6 +131,8 @@ class OffloadTier {
 
   // The host's view: the slot's host cache, and the device address of a row of an array.
   virtual const SequenceCache& HomeOf(int slot) const = 0;
+  // Returns the same, for whoever shares its blocks.
+  virtual SequenceCache* MutableHomeOf(int slot) = 0;
   virtual uint8_t* ArrayRow(int slot, int layer, size_t index, int head, int64_t row) const = 0;
 
   // Returns the places of a sequence of `total` tokens in a head that is not persistent, in units,

@@ -122,7 +122,8 @@ TEST_CASE("an overcommitted pool promises more than it has, and gives no page tw
   CHECK(firm.tokens() == 0);
   CHECK_FALSE(soft->MakeFirm());
   // Once the soft one is out of the way, the firm one finds all of its pages.
-  Reservation promise = SequenceCache::Dissolve(std::move(soft));
+  SharedPrefix none;
+  Reservation promise = SequenceCache::Dissolve(std::move(soft), &none);
   CHECK(firm.EnsureTokens(most) == Growth::kAdded);
   CHECK(pool->HeadroomNow().free_tokens.least() == 0);
   CHECK(pool->UsageOf(0).used_bytes <= pool->UsageOf(0).capacity_bytes);

@@ -73,7 +73,9 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
                  absl::Span<const int32_t> positions) override;
   void Release(int slot) override { tier_->Release(slot); }
   bool MakeFirm(int /*slot*/) override { return true; }
-  bool ReserveHostCopy(int slot, int64_t tokens) override {
+  // The index keys leave DRAM once they are in HBM, and would have to stay if they were shared.
+  bool shares_host_caches() const override { return false; }
+  bool ReserveHostCopy(int slot, int64_t tokens, SharedPrefix /*prefix*/) override {
     return tier_->ReserveHostCopy(slot, tokens);
   }
   void Evict(int slot, int64_t tokens) override { tier_->Evict(slot, tokens); }

@@ -107,10 +107,10 @@ bool EssTier::Admit(int slot, int64_t context, int64_t total,
   return true;
 }
 
-void EssTier::CopyIndex(Slot& s, const SequenceCache& from, const SequenceCache& to,
-                        int64_t tokens) const {
+void EssTier::CopyIndex(Slot& s, const SequenceCache& from, const SequenceCache& to, int64_t tokens,
+                        int64_t begin) const {
   for (int layer = 0; layer < layout().layers; ++layer) {
-    CopyPages(from, to, layer, kIndexKind, tokens, &s.copies);
+    CopyPages(from, to, layer, kIndexKind, tokens, &s.copies, begin);
   }
 }
 
@@ -159,7 +159,7 @@ void EssTier::Evict(int slot, int64_t tokens) {
   s.kept = tokens;
   if (tokens > 0) {
     s.home->EnsureTokens({s.total, tokens});
-    CopyIndex(s, *s.hbm, *s.home, tokens);
+    CopyIndex(s, *s.hbm, *s.home, tokens, s.home->shared_tokens());
     copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
   }
   copy_stream_->Record(*s.placed);

@@ -115,7 +115,9 @@ class EssTier {
 
   EssTier(const Options& options, PoolTables tables, std::unique_ptr<PoolWarmer> warmer);
   absl::Status AllocateTargets();
-  void CopyIndex(Slot& s, const SequenceCache& from, const SequenceCache& to, int64_t tokens) const;
+  // Copies the index keys of tokens [begin, tokens). `begin` is a block's first token.
+  void CopyIndex(Slot& s, const SequenceCache& from, const SequenceCache& to, int64_t tokens,
+                 int64_t begin = 0) const;
 
   const Options options_;
   PoolTables tables_;

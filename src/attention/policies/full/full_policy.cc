@@ -90,7 +90,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     s.copies.clear();
     if (s.home == nullptr || s.evicted) return true;
     if (s.keep_home) {
-      s.way_out = SequenceCache::Dissolve(std::move(s.home));
+      s.way_out = SequenceCache::Dissolve(std::move(s.home), &s.way_out_prefix);
     } else {
       s.home.reset();
     }
@@ -122,7 +122,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     s.home.reset();
     s.cache.reset();
     tables_->End(slot);
-    s.way_out.Reset();
+    DropWayOut(s);
     s.copies.clear();
     s.evicted = false;
   }
@@ -130,17 +130,19 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
   bool MakeFirm(int slot) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
     if (!s.cache->MakeFirm()) return false;
-    s.way_out.Reset();
+    DropWayOut(s);
     s.keep_home = false;
     return true;
   }
 
-  bool ReserveHostCopy(int slot, int64_t tokens) override {
+  bool ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
     if (!s.cache->firm()) return true;  // all of it is promised already
     if (dram_ == nullptr) return false;
-    s.way_out = dram_->TryReserve(tokens);
-    return !s.way_out.empty();
+    s.way_out = dram_->TryReserve(std::max<int64_t>(tokens - prefix.tokens(), 0));
+    if (s.way_out.empty()) return false;
+    s.way_out_prefix = std::move(prefix);
+    return true;
   }
 
   void Evict(int slot, int64_t tokens) override {
@@ -148,9 +150,10 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     SLUICE_CHECK(!s.evicted && Warm(slot) && !s.way_out.empty() && tokens <= s.cache->tokens());
     s.evicted = true;
     if (tokens > 0) {
-      s.home = std::make_unique<SequenceCache>(dram_, std::move(s.way_out));
+      s.home =
+          std::make_unique<SequenceCache>(dram_, std::move(s.way_out), std::move(s.way_out_prefix));
       s.home->EnsureTokens(tokens);
-      Copy(s, *s.cache, *s.home, tokens);
+      Copy(s, *s.cache, *s.home, tokens, s.home->shared_tokens());
     }
     copy_stream_->Record(*s.warm);
   }
@@ -220,7 +223,8 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     std::vector<Stream::CopyOp> copies;  // copies under way
     std::unique_ptr<Event> warm;         // ready when no copy is under way
     Reservation way_out;  // DRAM reserved for an eviction: while the promise is soft, or for good
-    bool keep_home = false;  // whether the host cache's reservation becomes `way_out`
+    SharedPrefix way_out_prefix;  // leading blocks that lie in DRAM already
+    bool keep_home = false;       // whether the host cache's reservation becomes `way_out`
     bool evicted = false;
   };
 
@@ -232,12 +236,19 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     return IndexKeysIn(*hbm_, tables_->table(layer, kIndexKind), tables_->stride(kIndexKind));
   }
 
-  // Copies the first `tokens` tokens of every kind, after what is in s.copies already.
-  void Copy(Slot& s, const SequenceCache& from, const SequenceCache& to, int64_t tokens) {
+  static void DropWayOut(Slot& s) {
+    s.way_out.Reset();
+    s.way_out_prefix.Reset();
+  }
+
+  // Copies tokens [begin, tokens) of every kind, after what is in s.copies already. `begin` is a
+  // block's first token.
+  void Copy(Slot& s, const SequenceCache& from, const SequenceCache& to, int64_t tokens,
+            int64_t begin = 0) {
     const CacheLayout& layout = hbm_->layout();
     for (int layer = 0; layer < layout.layers; ++layer) {
       for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
-        CopyPages(from, to, layer, kind, tokens, &s.copies);
+        CopyPages(from, to, layer, kind, tokens, &s.copies, begin);
       }
     }
     // This is one command, however scattered the pages are: on the CPU device the engine's thread

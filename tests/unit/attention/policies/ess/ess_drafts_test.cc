@@ -227,7 +227,7 @@ TEST_CASE("ess: a sequence is kept without its refuted drafts") {
   REQUIRE(drafted.position(0) == length);
   for (LatentRig* rig : {&drafted, &plain}) {
     rig->AwaitWarm(0);
-    REQUIRE(rig->policy().ReserveHostCopy(0, length));
+    REQUIRE(rig->policy().ReserveHostCopy(0, length, {}));
     rig->policy().Evict(0, length);
     rig->AwaitWarm(0);
     rig->Readmit(1, 7, length, 350, length + 10, rig->policy().DetachHostCache(0));

@@ -174,7 +174,7 @@ TEST_CASE("ess: no gather and no write meets a page that was given back") {
         if (random.Below(2) == 0) {
           rig.policy().Release(slot);
         } else {
-          REQUIRE(rig.policy().ReserveHostCopy(slot, rig.position(slot)));
+          REQUIRE(rig.policy().ReserveHostCopy(slot, rig.position(slot), {}));
           rig.policy().Evict(slot, rig.position(slot));
           rig.AwaitWarm(slot);
           REQUIRE(rig.policy().DetachHostCache(slot) != nullptr);  // and nobody wants it
@@ -275,7 +275,7 @@ TEST_CASE("ess: a kept sequence holds DRAM for the tokens that it has") {
   rig.AwaitWarm(0);
   REQUIRE(rig.dram().UsageOf(0).reserved_bytes ==
           layout.PagesFor(0, 500) * layout.kinds[0].page_bytes());
-  REQUIRE(rig.policy().ReserveHostCopy(0, 111));
+  REQUIRE(rig.policy().ReserveHostCopy(0, 111, {}));
   rig.policy().Evict(0, 111);
   rig.AwaitWarm(0);
   std::unique_ptr<SequenceCache> home = rig.policy().DetachHostCache(0);

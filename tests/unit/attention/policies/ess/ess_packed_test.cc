@@ -96,7 +96,7 @@ void CheckAgainstFull(const std::string& kernels) {
   // The sequence is kept, and warmed from its host cache with hints.
   all([&](LatentRig& rig) {
     const int length = rig.position(0);
-    REQUIRE(rig.policy().ReserveHostCopy(0, length));
+    REQUIRE(rig.policy().ReserveHostCopy(0, length, {}));
     rig.policy().Evict(0, length);
     rig.AwaitWarm(0);
     std::unique_ptr<SequenceCache> home = rig.policy().DetachHostCache(0);

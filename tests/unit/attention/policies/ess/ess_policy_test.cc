@@ -482,7 +482,7 @@ TEST_CASE("ess: prompts are computed here too, and a kept sequence has a second 
   }
   // The sequence is kept: its index keys go back to DRAM.
   const int length = rig.position(0);
-  REQUIRE(rig.policy().ReserveHostCopy(0, length));
+  REQUIRE(rig.policy().ReserveHostCopy(0, length, {}));
   rig.policy().Evict(0, length);
   rig.AwaitWarm(0);
   std::unique_ptr<SequenceCache> home = rig.policy().DetachHostCache(0);
