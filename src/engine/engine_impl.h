@@ -1,7 +1,8 @@
 // The engine's implementation class. Its functions are in engine.cc (what any thread may call),
 // turn.cc (the phases of a turn), placement.cc (how sequences enter the batch, leave it and come
-// back), speculation.cc (drafts) and sequence_life.cc (how a sequence arrives, emits and ends).
-// Functions and members belong to the engine's thread unless they say otherwise.
+// back), prefix_reuse.cc (blocks that they share), speculation.cc (drafts) and sequence_life.cc
+// (how a sequence arrives, emits and ends). Functions and members belong to the engine's thread
+// unless they say otherwise.
 #pragma once
 
 #include <array>
@@ -132,6 +133,30 @@ class EngineImpl : public Engine {
   Event* PendingSlotEvent();
 
   bool Admit(Sequence& sequence, Promise promise, absl::Time now);
+
+  // Sharing of blocks between sequences (prefix_reuse.cc).
+  // Gives a sequence that has no caches those of its longest known prefix, as if they had been
+  // handed over. Returns whether there is one.
+  bool TakePrefix(Sequence& sequence);
+  // Counts the tokens of a prompt for which caches were looked up, and those that were found.
+  void CountReuse(int64_t asked, int64_t found) const;
+  // Undoes TakePrefix, for a sequence that could not be admitted.
+  void LeavePrefix(Sequence& sequence);
+  // Lets others share what was handed over, before the policy has it.
+  void ShareHandedOver(Sequence& sequence);
+  // Lets others share a prompt that this node has computed into the host cache.
+  void SharePrompt(Sequence& sequence);
+  // Publishes the first `tokens` tokens of a sequence that goes on to read `cache`.
+  void Publish(Sequence& sequence, int64_t tokens, SequenceCache& cache);
+  // Lets others find what a sequence has published, because it has got a token from it.
+  void ProvePrefix(Sequence& sequence);
+  // Lets nobody find any more what a sequence has read, because something of it is bad.
+  void ForgetPrefix(Sequence& sequence);
+  // Decides whether a sequence that ends leaves its blocks to others, and reserves what that takes.
+  void PlanShare(Sequence& sequence, const FinishInfo& info);
+  static absl::Span<const int32_t> FirstTokens(const Sequence& sequence, int64_t count) {
+    return absl::MakeConstSpan(sequence.tokens).subspan(0, static_cast<size_t>(count));
+  }
   // Tells the policy once, when every row of the prompt is computed.
   void EndPromptIfDone(Sequence& sequence);
   void FreeSlot(int slot);

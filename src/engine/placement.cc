@@ -98,9 +98,14 @@ void EngineImpl::EndStarved(absl::Time now) {
 
 bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
   const int slot = free_slots_.back();
+  const bool first = !sequence.seed.has_value();
+  const bool alone = first && sequence.home == nullptr;  // nothing was handed over
+  const bool took = alone && TakePrefix(sequence);
   if (!parts_.policy->Admit(slot, sequence.home_tokens, sequence.total(), promise, sequence.home)) {
+    if (took) LeavePrefix(sequence);
     return false;
   }
+  if (alone) CountReuse(sequence.prompt_length, sequence.reused_tokens);
   free_slots_.pop_back();
   slots_[static_cast<size_t>(slot)] = &sequence;
   sequence.slot = slot;
@@ -111,7 +116,6 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
   running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByTicket),
                   &sequence);
   Trace(sequence, SequenceStage::kRunning, now);
-  const bool first = !sequence.seed.has_value();
   if (first) {
     sequence.seed = seeds_();
     // Reserved so that it grows without allocating.
@@ -206,6 +210,7 @@ void EngineImpl::EndPromptIfDone(Sequence& sequence) {
   // Decode rows wait for EndPrompt, and prompts end where decode rows begin: however much of the
   // prompt was handed over, the first decode row is that of position prompt_length.
   SLUICE_CHECK(sequence.cached == sequence.prompt_length);
+  SharePrompt(sequence);
   parts_.policy->EndPrompt(sequence.slot, sequence.prompt_length, std::move(sequence.hints));
   sequence.hints = {};
   sequence.prompt_ended = true;
@@ -229,18 +234,25 @@ Event* EngineImpl::SlotEvent(const Sequence& sequence) {
 void EngineImpl::ReleaseSlots() {
   std::erase_if(leaving_, [this](const std::unique_ptr<Sequence>& sequence) {
     if (!SlotAtRest(*sequence)) return false;
-    if (!sequence->keep_id.empty() && !sequence->evicted) {
-      parts_.policy->Evict(sequence->slot, sequence->keep_tokens);
+    const bool keeps = !sequence->keep_id.empty();
+    if ((keeps || sequence->share_tokens > 0) && !sequence->evicted) {
+      parts_.policy->Evict(sequence->slot, keeps ? sequence->keep_tokens : sequence->share_tokens);
       sequence->evicted = true;
       if (!SlotAtRest(*sequence)) return false;
     }
-    if (sequence->keep_id.empty()) {
+    if (!keeps && sequence->share_tokens == 0) {
       parts_.policy->Release(sequence->slot);
     } else {
       std::unique_ptr<SequenceCache> home = parts_.policy->DetachHostCache(sequence->slot);
-      // Caches that a failed device left are not kept.
+      // Caches that a failed device left are neither kept nor shared.
       if (!parts_.device->Health().ok()) home.reset();
-      parts_.transfers->kept().KeepHome(sequence->keep_id, std::move(home));
+      if (keeps) {
+        parts_.transfers->kept().KeepHome(sequence->keep_id, std::move(home));
+      } else if (home != nullptr) {
+        parts_.transfers->prefixes()->Publish(sequence->tenant,
+                                              FirstTokens(*sequence, sequence->share_tokens),
+                                              PrefixCache::Readers::kNone, *home);
+      }
     }
     FreeSlot(sequence->slot);
     return true;

@@ -40,6 +40,7 @@ struct Sequence {
   // Handoff.
   std::optional<TransferTable::AttachId> attached;
   std::string transfer_id;
+  std::string tenant;  // to whom its caches belong
 
   SelectionHints hints;  // kept until its working set is made
 
@@ -51,7 +52,8 @@ struct Sequence {
   // choose count in `length`, although the host learns them a step later.
   std::vector<int32_t> tokens;  // as far as the host knows them
   int64_t prompt_length = 0;
-  int64_t context_length = 0;  // tokens handed over
+  int64_t context_length = 0;  // tokens handed over, kept, or found in the prefix cache
+  int64_t reused_tokens = 0;   // those of them that were found in the prefix cache
   int64_t max_tokens = 0;
   int64_t length = 0;
   int64_t cached = 0;   // tokens [0, cached) have their KV, or a launched step computes it
@@ -78,6 +80,10 @@ struct Sequence {
   // In kFinished: the caches of tokens [0, keep_tokens) are to be kept under this name.
   std::string keep_id;
   int64_t keep_tokens = 0;
+  bool unproven = false;  // it has published blocks that wait for its first token
+  // In kFinished, without keep_id: as many of its first tokens are to be shared when its slot is at
+  // rest; 0: none.
+  int64_t share_tokens = 0;
   int preemptions = 0;
   absl::Time preempted_at;     // when it was last preempted
   absl::Duration preempted;    // total wait of earlier preemptions

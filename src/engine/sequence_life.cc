@@ -44,6 +44,7 @@ void EngineImpl::NoteLocalPrefill(const Request& request, const std::string& err
 
 void EngineImpl::BecomeReadyWithout(Sequence& sequence, absl::Time now) {
   ReadySequence ready;
+  ready.tenant = sequence.request.handoff.tenant;
   ready.prompt = sequence.request.prompt;
   ready.max_new_tokens =
       static_cast<uint32_t>(LocalMaxTokens(static_cast<int64_t>(sequence.request.prompt.size())));
@@ -74,6 +75,8 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.ready = now;
   sequence.stages.ready = now - sequence.arrival;
   sequence.transfer_id = std::move(ready.transfer_id);
+  sequence.tenant = std::move(ready.tenant);
+  sequence.reused_tokens = ready.reused_tokens;
   sequence.home = std::move(ready.home);
   sequence.hints = std::move(ready.hints);
   sequence.home_tokens = ready.context_length;
@@ -87,7 +90,11 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   Enqueue(sequence);
   Trace(sequence, SequenceStage::kQueued, now);
   parts_.metrics->tokens(ready.kept ? TokenKind::kKept : TokenKind::kHandedOver)
-      .Add(static_cast<double>(ready.context_length));
+      .Add(static_cast<double>(ready.context_length - ready.reused_tokens));
+  if (ready.context_length > 0 && !ready.kept) {
+    CountReuse(ready.context_length, ready.reused_tokens);
+  }
+  ShareHandedOver(sequence);
   // The handoff's first tokens are pending, and go to the caller before anything is computed.
   for (OutputToken& token : ready.first_tokens) {
     if (!sequence.request.sampling.logprobs.has_value()) {
@@ -106,6 +113,8 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
     sequence.cached =
         std::min(sequence.cached, std::max<int64_t>(sequence.prompt_length - rows, 0));
   }
+  SLUICE_CHECK(sequence.home == nullptr || sequence.cached >= sequence.home->shared_tokens(),
+               "blocks that others share are not written");
 }
 
 bool EngineImpl::Emit(Sequence& sequence, const OutputToken& token, bool exact, absl::Time now) {
@@ -147,6 +156,10 @@ void EngineImpl::FinishWith(Sequence& sequence, absl::Status why, absl::Time now
   FinishInfo info;
   info.reason = FinishInfo::Reason::kError;
   info.status = std::move(why);
+  if (absl::IsInternal(info.status)) {
+    sequence.unproven = false;
+    ForgetPrefix(sequence);
+  }
   Finish(sequence, std::move(info), now);
 }
 
@@ -177,6 +190,7 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   info.prompt_tokens = static_cast<uint32_t>(sequence.prompt_length);
   info.completion_tokens = static_cast<uint32_t>(sequence.emitted);
   info.cached_tokens = static_cast<uint32_t>(sequence.context_length);
+  info.reused_tokens = static_cast<uint32_t>(sequence.reused_tokens);
   info.exact_tokens = static_cast<uint32_t>(sequence.exact);
   info.drafted_tokens = static_cast<uint32_t>(sequence.drafted);
   info.accepted_tokens = static_cast<uint32_t>(sequence.accepted);
@@ -195,6 +209,8 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
     Keep(sequence);
     info.sequence_id = sequence.keep_id;
   }
+  ProvePrefix(sequence);  // a caller that left says nothing about the caches
+  if (sequence.keep_id.empty()) PlanShare(sequence, info);
   if (sequence.attached.has_value()) {
     parts_.transfers->Detach(*sequence.attached, /*abort_transfer=*/true);
   }

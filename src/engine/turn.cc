@@ -275,6 +275,7 @@ void EngineImpl::EmitResults(const Step::Sampled& sampled, int buffer, absl::Tim
           now);
       return;
     }
+    ProvePrefix(sequence);
     // The row attended to the tokens so far, by its policy's means unless it was one of the prompt.
     const auto attended = std::ssize(sequence.tokens);
     const bool exact = !sequence.approximate &&

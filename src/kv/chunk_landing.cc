@@ -134,6 +134,7 @@ void ChunkLanding::FindPieces(size_t kind) {
   range.head_end = static_cast<int>(header_.head_end);
   range.token_begin = header_.token_begin;
   range.token_end = header_.token_end;
+  const int64_t shared = transfer_->layout().kinds[kind].BlocksFor(transfer_->reused_tokens);
   // claimed_ is in the order of the walk: a block that is not its next one has landed before.
   auto next = claimed_.begin();
   std::optional<size_t> claimed;  // the last block of claimed_ that was met
@@ -141,14 +142,17 @@ void ChunkLanding::FindPieces(size_t kind) {
     const size_t index =
         transfer_->BlockIndex(header_.layer, kind, static_cast<uint32_t>(at.head), at.block);
     if (next != claimed_.end() && *next == index) claimed = *next++;
-    const bool landed = claimed != index;
-    if (!pieces_.empty() && pieces_.back().landed == landed &&
+    const Piece::Use use = claimed == index    ? Piece::Use::kWrite
+                           : at.block < shared ? Piece::Use::kIgnore
+                                               : Piece::Use::kCompare;
+    if (!pieces_.empty() && pieces_.back().use == use &&
         pieces_.back().target + pieces_.back().bytes == at.data) {
       pieces_.back().bytes += at.bytes;
     } else {
-      pieces_.push_back({at.data, at.bytes, landed});
+      pieces_.push_back({at.data, at.bytes, use});
     }
   });
+  ignored_ = range.token_end <= transfer_->reused_tokens;
 }
 
 void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
@@ -160,10 +164,10 @@ void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
     // The pieces are small so that the copy finds in the CPU's cache what the checksum has read.
     const size_t take = std::min<uint64_t>({bytes.size(), piece.bytes - offset_, kPassBytes});
     const absl::Span<const uint8_t> now = bytes.subspan(0, take);
-    crc_ = ExtendCrc32c(crc_, now);
-    if (piece.landed) {
+    if (!ignored_) crc_ = ExtendCrc32c(crc_, now);
+    if (piece.use == Piece::Use::kCompare) {
       differs_ = differs_ || std::memcmp(piece.target + offset_, now.data(), take) != 0;
-    } else {
+    } else if (piece.use == Piece::Use::kWrite) {
       // The bytes are not read again until the policy takes the sequence. Streaming stores take
       // half the time and leave the CPU's caches to the decode that runs meanwhile.
       StreamCopy(piece.target + offset_, now.data(), take);
@@ -186,7 +190,7 @@ absl::StatusOr<uint64_t> ChunkLanding::Finish() {
   }
   const ChunkHeader& h = header_;
   if (SLUICE_FAILPOINT(kIngestChecksum)) crc_ ^= 1;
-  if (crc_ != h.crc32c) {
+  if (!ignored_ && crc_ != h.crc32c) {
     return WithReason(
         absl::DataLossError(absl::StrCat("checksum of layer ", h.layer, ", kind ", h.kind,
                                          ", heads [", h.head_begin, ", ", h.head_end, "), tokens [",

@@ -1,5 +1,7 @@
 // One chunk on its way into the pages of its transfer: checked against the transfer, claimed block
 // by block, copied, and counted only if its checksum holds.
+// Blocks that the transfer shares with other sequences are there from its beginning. Bytes for them
+// are read and dropped, and their checksum does not matter.
 //
 // Locking: Begin, Finish and the destructor take the store's lock for a moment. Append takes none:
 // the blocks that a landing has claimed are its own until it is gone, and a transfer's pages are
@@ -65,7 +67,9 @@ class ChunkLanding {
   struct Piece {
     uint8_t* target;
     uint64_t bytes;
-    bool landed;  // the block is there already: its bytes are compared, not written
+    // The block landed before, and its bytes are compared; or other sequences share it, and they
+    // are ignored: another node's kernels may make others of the same tokens.
+    enum class Use { kWrite, kCompare, kIgnore } use;
   };
   ChunkLanding(TransferStore* store, const ChunkHeader& header, uint64_t payload_bytes)
       : store_(store), header_(header), left_(payload_bytes) {}
@@ -81,6 +85,7 @@ class ChunkLanding {
   uint64_t offset_ = 0;  // inside pieces_[piece_]
   uint64_t left_ = 0;
   uint32_t crc_ = 0;
+  bool ignored_ = false;  // every block is shared
   bool differs_ = false;  // a block that had landed was sent with other bytes
   bool finished_ = false;
 };

@@ -62,7 +62,7 @@ PrefixCache::~PrefixCache() {
   pool_->SetReclaimer(nullptr);
   absl::MutexLock lock(&mutex_);
   while (!loose_.empty()) Drop(loose_.begin()->second, UnitsOf(*loose_.begin()->second));
-  SLUICE_CHECK(roots_.empty(), "shares keep their cache");
+  SLUICE_CHECK(roots_.empty() && detached_.empty(), "shares keep their cache");
 }
 
 std::vector<int32_t> PrefixCache::UnitAt(absl::Span<const int32_t> tokens, int64_t unit) const {
@@ -70,11 +70,15 @@ std::vector<int32_t> PrefixCache::UnitAt(absl::Span<const int32_t> tokens, int64
   return {begin, begin + unit_};
 }
 
+PrefixNode* PrefixCache::ChildAt(Place place, absl::Span<const int32_t> tokens) const {
+  const auto found = place.node->children.find(UnitAt(tokens, place.units));
+  return found == place.node->children.end() ? nullptr : found->second.get();
+}
+
 PrefixCache::Place PrefixCache::Follow(Place from, absl::Span<const int32_t> tokens, int64_t most) {
   while (from.units < most) {
-    const auto found = from.node->children.find(UnitAt(tokens, from.units));
-    if (found == from.node->children.end()) break;
-    PrefixNode* child = found->second.get();
+    PrefixNode* child = ChildAt(from, tokens);
+    if (child == nullptr || child->proof != 0) break;
     const int64_t units = std::min(UnitsOf(*child), most - from.units);
     const auto begin = child->tokens.begin();
     const auto differs =
@@ -94,6 +98,7 @@ PrefixNode* PrefixCache::Split(PrefixNode* node, int64_t units) {
   front->parent = node->parent;
   front->users = node->users;
   front->last_use = node->last_use;
+  front->proof = node->proof;
   std::vector<int32_t> rest = CutOff(&node->tokens, units * unit_);
   front->tokens = std::exchange(node->tokens, std::move(rest));
   for (size_t i = 0; i < node->pages.size(); ++i) {
@@ -156,6 +161,10 @@ SharedPrefix PrefixCache::Find(const std::string& tenant, absl::Span<const int32
   return found;
 }
 
+std::unique_ptr<SequenceCache> PrefixCache::NewSequence(SharedPrefix prefix) {
+  return std::make_unique<SequenceCache>(pool_, pool_->TryReserve(0), std::move(prefix));
+}
+
 void PrefixCache::Exchange(int64_t begin, Place last, SequenceCache& sequence) {
   int64_t end = last.units;
   for (const PrefixNode* node = last.node; end > begin; node = node->parent) {
@@ -173,12 +182,12 @@ void PrefixCache::Exchange(int64_t begin, Place last, SequenceCache& sequence) {
 }
 
 PrefixNode* PrefixCache::Hang(Place at, absl::Span<const int32_t> tokens, int64_t end,
-                              SequenceCache& sequence) {
+                              SequenceCache& sequence, uint64_t proof) {
   auto made = std::make_unique<PrefixNode>();
   PrefixNode* const node = made.get();
   node->parent = at.node;
   node->tokens.assign(tokens.begin() + at.units * unit_, tokens.begin() + end * unit_);
-  node->users = 0;
+  node->proof = proof;
   for (size_t i = 0; i < sequence.pages_.size(); ++i) {
     const size_t kind = i % kinds_;
     const auto pages = sequence.pages_[i].begin();
@@ -196,7 +205,7 @@ PrefixNode* PrefixCache::Hang(Place at, absl::Span<const int32_t> tokens, int64_
 }
 
 void PrefixCache::Publish(const std::string& tenant, absl::Span<const int32_t> tokens,
-                          Readers readers, SequenceCache& sequence) {
+                          Readers readers, SequenceCache& sequence, uint64_t proof) {
   SLUICE_CHECK(sequence.pool_ == pool_);
   SharedPrefix& share = sequence.prefix_;
   const Place begin{share.node_, share.tokens_ / unit_};
@@ -210,17 +219,52 @@ void PrefixCache::Publish(const std::string& tenant, absl::Span<const int32_t> t
     root->tenant = tenant;
     at.node = root.get();
   }
-  const PrefixNode* const above = at.node;
+  PrefixNode* const above = at.node;
   at = Follow(at, tokens, end);
   if (at.units > begin.units) {
     if (readers == Readers::kSome) return;
     Exchange(begin.units, at, sequence);
   }
-  if (at.units < end) at = {Hang(at, tokens, end, sequence), end};
+  if (at.units < end && ChildAt(at, tokens) == nullptr) {  // else another waits for its proof
+    at = {Hang(at, tokens, end, sequence, proof), end};
+  }
+  if (at.node == above) return;
   Use(at.node, above);
   share.cache_ = shared_from_this();
   share.node_ = at.node;
   share.tokens_ = at.units * unit_;
+}
+
+void PrefixCache::Prove(const std::string& tenant, absl::Span<const int32_t> tokens,
+                        uint64_t proof) {
+  absl::MutexLock lock(&mutex_);
+  const auto root = roots_.find(tenant);
+  if (root == roots_.end()) return;
+  Place at{root->second.get(), 0};
+  while ((at.units + 1) * unit_ <= std::ssize(tokens)) {
+    PrefixNode* const child = ChildAt(at, tokens);
+    if (child == nullptr) return;
+    if (child->proof == proof) child->proof = 0;
+    const Place next = Follow(at, tokens, at.units + UnitsOf(*child));
+    if (next.node == at.node) return;  // it waits for another proof
+    at = next;
+  }
+}
+
+void PrefixCache::Forget(const std::string& tenant, absl::Span<const int32_t> tokens) {
+  absl::MutexLock lock(&mutex_);
+  const auto root = roots_.find(tenant);
+  if (root == roots_.end() || std::ssize(tokens) < unit_) return;
+  // The first node goes with all behind it: whoever has one of them reads all before it, too.
+  const auto edge = root->second->children.find(UnitAt(tokens, 0));
+  if (edge == root->second->children.end()) return;
+  auto lost = std::make_unique<PrefixNode>();
+  edge->second->parent = lost.get();
+  lost->children.emplace(edge->first, std::move(edge->second));
+  root->second->children.erase(edge);
+  const PrefixNode* const key = lost.get();
+  detached_.emplace(key, std::move(lost));
+  if (root->second->children.empty()) roots_.erase(root);
 }
 
 bool PrefixCache::Reclaim(PagePool::PagesByKind lacking) {
@@ -264,7 +308,9 @@ void PrefixCache::Drop(PrefixNode* node, int64_t units) {
   --statistics_.nodes;
   parent->children.erase(UnitAt(node->tokens, 0));
   if (IsLoose(*parent)) loose_.emplace(parent->last_use, parent);
-  if (parent->parent == nullptr && parent->children.empty()) roots_.erase(parent->tenant);
+  if (parent->parent == nullptr && parent->children.empty() && detached_.erase(parent) == 0) {
+    roots_.erase(parent->tenant);
+  }
 }
 
 PrefixCache::Statistics PrefixCache::Count() const {

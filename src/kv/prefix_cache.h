@@ -40,6 +40,7 @@ struct PrefixNode {
   absl::flat_hash_map<std::vector<int32_t>, std::unique_ptr<PrefixNode>> children;  // by first unit
   int64_t users = 0;      // shares that end here or further down; 0: the pages are idle
   uint64_t last_use = 0;  // a number that grows with every use
+  uint64_t proof = 0;     // not 0: nobody finds it before Prove is called with this number
   std::string tenant;     // of a root
 };
 
@@ -57,16 +58,26 @@ class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
   // known.
   SharedPrefix Find(const std::string& tenant, absl::Span<const int32_t> tokens);
 
+  // Returns a cache that begins with the share and is promised nothing behind it.
+  std::unique_ptr<SequenceCache> NewSequence(SharedPrefix prefix);
+
   enum class Readers {
     kNone,  // nothing reads or writes the cache now: its pages may be exchanged
     kSome,  // the pages that it has must stay its own
   };
   // Lets others share the blocks of `tokens`, which are the sequence's first ones, in whole units.
   // Where such blocks are known already, the sequence gets a share of them and gives its own back,
-  // unless it has readers: then nothing is published. REQUIRES: their caches are final, and
-  // `sequence` lies in the cache's pool.
+  // unless it has readers: then nothing is published, and neither is what would stand where
+  // another's blocks wait for their proof. With a `proof` other than 0, nobody finds the blocks
+  // before Prove is called with it; so a cache that gives no tokens spoils nobody else's. REQUIRES:
+  // their caches are final, and `sequence` lies in the cache's pool.
   void Publish(const std::string& tenant, absl::Span<const int32_t> tokens, Readers readers,
-               SequenceCache& sequence);
+               SequenceCache& sequence, uint64_t proof = 0);
+  // Lets others find the blocks of `tokens` that were published with this proof.
+  void Prove(const std::string& tenant, absl::Span<const int32_t> tokens, uint64_t proof);
+  // Lets nobody find the blocks of `tokens` any more, nor what lies behind their first: one of them
+  // is bad. Sequences that have them keep them.
+  void Forget(const std::string& tenant, absl::Span<const int32_t> tokens);
 
   struct Statistics {
     int64_t tokens = 0;           // tokens whose blocks are here
@@ -86,15 +97,18 @@ class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
     int64_t units = 0;
   };
   // Follows tokens[from.units ..) down the tree, for at most `most` units from the root, and splits
-  // the node at whose middle it ends.
+  // the node at whose middle it ends. Ends before a node that is not proven.
   Place Follow(Place from, absl::Span<const int32_t> tokens, int64_t most)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Returns the node that begins with the unit behind a place, proven or not; null if there is
+  // none.
+  PrefixNode* ChildAt(Place place, absl::Span<const int32_t> tokens) const;
   // Splits a node behind `units` units, and returns the new node in front. Shares that end at the
   // old one stay there.
   PrefixNode* Split(PrefixNode* node, int64_t units) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Hangs the sequence's own blocks [at.units, end) into the tree, with their pages and promise.
-  PrefixNode* Hang(Place at, absl::Span<const int32_t> tokens, int64_t end, SequenceCache& sequence)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  PrefixNode* Hang(Place at, absl::Span<const int32_t> tokens, int64_t end, SequenceCache& sequence,
+                   uint64_t proof) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Puts the tree's blocks of the path in the place of the sequence's own, from unit `begin` to the
   // end of `last`.
   void Exchange(int64_t begin, Place last, SequenceCache& sequence)
@@ -121,7 +135,9 @@ class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
 
   mutable absl::Mutex mutex_;
   std::map<std::string, std::unique_ptr<PrefixNode>> roots_ ABSL_GUARDED_BY(mutex_);  // by tenant
-  std::set<std::pair<uint64_t, PrefixNode*>> loose_ ABSL_GUARDED_BY(mutex_);          // by last use
+  // Roots of what was forgotten, each with one child, by address. It goes as what is old does.
+  std::map<const PrefixNode*, std::unique_ptr<PrefixNode>> detached_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::pair<uint64_t, PrefixNode*>> loose_ ABSL_GUARDED_BY(mutex_);  // by last use
   Reservation owned_ ABSL_GUARDED_BY(mutex_);  // the promise of all pages in the trees
   uint64_t uses_ ABSL_GUARDED_BY(mutex_) = 0;
   Statistics statistics_ ABSL_GUARDED_BY(mutex_);

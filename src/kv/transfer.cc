@@ -25,6 +25,7 @@ Transfer::Transfer(const Manifest& manifest, std::unique_ptr<SequenceCache> page
       context_length(manifest.context_length),
       max_new_tokens(manifest.max_new_tokens),
       home(std::move(pages)),
+      reused_tokens(static_cast<uint32_t>(home->shared_tokens())),
       lease(lease_length),
       layout_(&home->pool()->layout()) {
   size_t count = 0;
@@ -34,6 +35,18 @@ Transfer::Transfer(const Manifest& manifest, std::unique_ptr<SequenceCache> page
              static_cast<size_t>(kind.BlocksFor(context_length));
   }
   blocks.resize(count, Block::kMissing);
+  if (reused_tokens == 0) return;
+  for (size_t kind = 0; kind < layout_->kinds.size(); ++kind) {
+    const CacheKind& k = layout_->kinds[kind];
+    const auto shared = static_cast<std::ptrdiff_t>(k.BlocksFor(reused_tokens));
+    for (uint32_t layer = 0; layer < static_cast<uint32_t>(layout_->layers); ++layer) {
+      for (uint32_t head = 0; head < static_cast<uint32_t>(k.heads); ++head) {
+        std::fill_n(blocks.begin() + static_cast<std::ptrdiff_t>(BlockIndex(layer, kind, head, 0)),
+                    shared, Block::kLanded);
+        landed += static_cast<uint64_t>(shared);
+      }
+    }
+  }
 }
 
 Transfer::Transfer(std::string owner, std::vector<int32_t> tokens, uint32_t context,

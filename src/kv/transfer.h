@@ -35,7 +35,7 @@ class Transfer {
   enum class Block : uint8_t { kMissing, kClaimed, kLanded };
   enum class State { kReceiving, kCommitted, kPoisoned };
 
-  // A transfer that chunks will fill.
+  // A transfer that chunks will fill, behind the blocks that `pages` shares.
   Transfer(const Manifest& manifest, std::unique_ptr<SequenceCache> pages, absl::Duration lease);
   // A kept sequence: it has no chunks, and its caches come when they are at rest.
   Transfer(std::string tenant, std::vector<int32_t> tokens, uint32_t context_length,
@@ -66,7 +66,8 @@ class Transfer {
   const uint32_t max_new_tokens;
   std::unique_ptr<SequenceCache> home;
 
-  bool approximate = false;  // as in KeptSequence
+  bool approximate = false;          // as in KeptSequence
+  const uint32_t reused_tokens = 0;  // leading tokens whose shared blocks count as landed
   State state = State::kReceiving;
   const absl::Duration lease;
   absl::Time lease_end;

@@ -92,11 +92,20 @@ TransferTable::TransferTable(Options options, PagePool* dram, const PagePool* hb
       store_(std::make_unique<TransferStore>(
           TransferStore::Limits{options_.max_open, options_.max_prompt_bytes, options_.retry_after},
           clock)),
-      kept_(store_.get(), &dram->layout(), options_.quotas, options_.max_lease) {}
+      kept_(store_.get(), &dram->layout(), options_.quotas, options_.max_lease),
+      prefixes_(options_.prefix_cache ? PrefixCache::Create(dram) : nullptr) {}
 
 TransferTable::~TransferTable() = default;
 
 void TransferTable::SetWake(std::function<void()> wake) { store_->SetWake(std::move(wake)); }
+
+SharedPrefix TransferTable::FindPrefix(const Manifest& m, int64_t total) {
+  if (prefixes_ == nullptr) return {};
+  const int64_t prompt = std::ssize(m.prompt_token_ids);
+  const int64_t most = std::min<int64_t>(m.context_length, ShareableTokens(prompt, total));
+  const std::vector<int32_t> tokens(m.prompt_token_ids.begin(), m.prompt_token_ids.begin() + most);
+  return prefixes_->Find(m.tenant, tokens);
+}
 
 absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m) {
   SLUICE_RETURN_IF_ERROR(CheckManifest(m, options_, dram_->layout()));
@@ -127,7 +136,8 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
         charge, options_.quotas->TakeDram(
                     m.tenant, static_cast<uint64_t>(dram_->layout().BytesFor(need.dram_tokens))));
   }
-  Reservation reservation = dram_->TryReserve(need.dram_tokens);
+  SharedPrefix prefix = FindPrefix(m, total);
+  Reservation reservation = dram_->TryReserve(need.dram_tokens - prefix.tokens());
   if (SLUICE_FAILPOINT(kKvReserve) || reservation.empty()) {
     return ResourceExhausted(
         reasons::kDramFull,
@@ -135,13 +145,14 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
                      " tokens in DRAM; try again later"),
         store_->RetryAfter());
   }
-  auto home = std::make_unique<SequenceCache>(dram_, std::move(reservation));
+  const int64_t cached_tokens = prefix.tokens();
+  auto home = std::make_unique<SequenceCache>(dram_, std::move(reservation), std::move(prefix));
   home->EnsureTokens(m.context_length);
   home->Hold(std::move(charge));
   transfer = std::make_shared<Transfer>(
       m, std::move(home), m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease);
-  Reserved reserved{transfer->id, transfer->lease, options_.max_chunk_bytes, options_.hint_tokens,
-                    options_.hint_queries};
+  Reserved reserved{transfer->id,         transfer->lease,       options_.max_chunk_bytes,
+                    options_.hint_tokens, options_.hint_queries, cached_tokens};
   SLUICE_RETURN_IF_ERROR(enter());  // others may have come meanwhile
   store_->Wake();
   return reserved;
@@ -279,9 +290,10 @@ absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId i
   if (transfer == nullptr) return std::optional<ReadySequence>();
   // It is out of the store and nobody writes to it: this thread alone has it.
   return std::optional<ReadySequence>(
-      ReadySequence{transfer->id, std::move(transfer->prompt), transfer->context_length,
-                    transfer->max_new_tokens, transfer->kept, std::move(transfer->first_tokens),
-                    std::move(transfer->hints), std::move(transfer->home), transfer->approximate});
+      ReadySequence{transfer->id, transfer->tenant, std::move(transfer->prompt),
+                    transfer->context_length, transfer->max_new_tokens, transfer->kept,
+                    std::move(transfer->first_tokens), std::move(transfer->hints),
+                    std::move(transfer->home), transfer->approximate, transfer->reused_tokens});
 }
 
 void TransferTable::Detach(AttachId id, bool abort_transfer) {

@@ -22,6 +22,7 @@
 // that is not there it waits for the Reserve.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -39,6 +40,7 @@
 #include "src/kv/kept_sequences.h"
 #include "src/kv/manifest.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/prefix_cache.h"
 #include "src/kv/selection_hints.h"
 #include "src/kv/sequence_cache.h"
 #include "src/kv/transfer.h"
@@ -62,6 +64,7 @@ struct TransferInfo {
 // A committed transfer, handed to the engine: its tokens and the pages that hold their caches.
 struct ReadySequence {
   std::string transfer_id;
+  std::string tenant;
   std::vector<int32_t> prompt;
   uint32_t context_length = 0;  // leading tokens of `prompt` whose caches are in `home`
   uint32_t max_new_tokens = 0;
@@ -69,7 +72,8 @@ struct ReadySequence {
   std::vector<OutputToken> first_tokens;
   SelectionHints hints;
   std::unique_ptr<SequenceCache> home;
-  bool approximate = false;  // as in KeptSequence
+  bool approximate = false;    // as in KeptSequence
+  uint32_t reused_tokens = 0;  // leading tokens that Reserve found here
 };
 
 class TransferTable {
@@ -86,6 +90,11 @@ class TransferTable {
     // Returns what the policy needs for a sequence of `context` handed-over tokens that ends with
     // `total` tokens.
     std::function<Footprint(int64_t context, int64_t total)> footprint;
+    // Sequences share the blocks of equal prefixes.
+    bool prefix_cache = true;
+    // Returns how many of a prompt's last rows the policy may compute again, so that their blocks
+    // are not shared; null: only the last one.
+    std::function<int(int64_t total)> last_rows;
     // Holds tenants to their share of DRAM; outlives the table. Null: no quotas.
     TenantQuotas* quotas = nullptr;
     // Returns when a call that is refused for want of room may be tried again; null: a second.
@@ -106,6 +115,7 @@ class TransferTable {
     absl::Duration lease;
     uint64_t max_chunk_bytes = 0;
     int64_t hint_tokens = 0, hint_queries = 0;
+    int64_t cached_tokens = 0;  // leading tokens whose caches are here already
   };
   // Opens a transfer and reserves its pages. Errors:
   //   INVALID_ARGUMENT     the manifest is wrong, or its sequence could never fit
@@ -163,6 +173,15 @@ class TransferTable {
   // Sequences that the engine keeps for another turn; a Generate attaches to them as to a transfer.
   KeptSequences& kept() { return kept_; }
 
+  // Blocks that sequences share, in the pool where caches land; null: they share none.
+  PrefixCache* prefixes() { return prefixes_.get(); }
+  // Returns the most leading tokens of a prompt that may be shared: its last rows are computed, or
+  // computed again, by every sequence that has it.
+  int64_t ShareableTokens(int64_t prompt, int64_t total) const {
+    const int rows = options_.last_rows == nullptr ? 1 : std::max(options_.last_rows(total), 1);
+    return std::max<int64_t>(prompt - rows, 0);
+  }
+
   // Ends every transfer whose lease is over; returns when to look again: no lease ends before then.
   // Sets *expired to the number that have ended by their lease since the last call. Takes time for
   // those that end, not for those that are open.
@@ -173,11 +192,15 @@ class TransferTable {
   size_t open_transfers() const;
 
  private:
+  // Returns the leading blocks of the manifest's context that are here.
+  SharedPrefix FindPrefix(const Manifest& manifest, int64_t total);
+
   const Options options_;
   PagePool* const dram_;
   const PagePool* const hbm_;
   const std::unique_ptr<TransferStore> store_;  // has the lock
   KeptSequences kept_;
+  const std::shared_ptr<PrefixCache> prefixes_;
 };
 
 }  // namespace sluice

@@ -24,7 +24,8 @@ inline constexpr Metric kRequests{
 inline constexpr Metric kTokens{
     "sluice_tokens_total", Type::kCounter,
     "Tokens by kind: output tokens were sent to callers, prompt tokens were computed on this node, "
-    "handed_over tokens arrived with their KV, kept tokens had their KV here from the turn before",
+    "handed_over tokens arrived with their KV, kept tokens had their KV here from the turn before, "
+    "reused tokens had it here from another sequence with the same prefix",
     "kind"};
 inline constexpr Metric kDecodedTokens{
     "sluice_decoded_tokens_total", Type::kCounter,
@@ -241,6 +242,23 @@ inline constexpr Metric kVllmAcceptedPerPosition{
     "vllm:spec_decode_num_accepted_tokens_per_pos_total", Type::kCounter,
     "Drafts that became output tokens, by their place among those of one step, from 0", "position"};
 
+// Prefix reuse, under the names that vLLM's counters have at its endpoint.
+inline constexpr Metric kVllmPrefixQueries{
+    "vllm:prefix_cache_queries_total", Type::kCounter,
+    "Prompt tokens whose KV was looked for in the prefix cache, by Reserve or before this node "
+    "computes a prompt",
+    ""};
+inline constexpr Metric kVllmPrefixHits{"vllm:prefix_cache_hits_total", Type::kCounter,
+                                        "Prompt tokens whose KV the prefix cache had", ""};
+inline constexpr Metric kPrefixTokens{
+    "sluice_prefix_cache_tokens", Type::kGauge,
+    "Tokens whose KV lies in the host KV cache for later sequences with the same prefix, whether a "
+    "sequence has it now or not",
+    ""};
+inline constexpr Metric kPrefixEvicted{
+    "sluice_prefix_cache_evicted_tokens_total", Type::kCounter,
+    "Tokens whose KV was dropped from the prefix cache to make room", ""};
+
 // Gauges that routers read, under the names that they know from vLLM.
 inline constexpr Metric kVllmRunning{"vllm:num_requests_running", Type::kGauge,
                                      "Sequences in the running batch", ""};
@@ -309,6 +327,8 @@ inline constexpr const Metric* kAll[] = {
     &kLocalPrefills,
     &kTransfersOpen,
     &kLeasesExpired,
+    &kPrefixTokens,
+    &kPrefixEvicted,
     &kTierCapacity,
     &kTierReserved,
     &kTierUsed,
@@ -321,6 +341,8 @@ inline constexpr const Metric* kAll[] = {
     &kProcessOpenFds,
     &kProcessMaxFds,
     &kProcessStart,
+    &kVllmPrefixQueries,
+    &kVllmPrefixHits,
     &kVllmRunning,
     &kVllmWaiting,
     &kVllmKvUsage,

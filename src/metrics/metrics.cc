@@ -57,7 +57,7 @@ const Buckets& Sequences() {
 }
 
 constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "prompt", "handed_over",
-                                                                  "kept"};
+                                                                  "kept", "reused"};
 constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch", "copy", "compute",
                                                               "sample", "emit",   "total"};
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
@@ -134,6 +134,7 @@ struct Metrics::Registry {
   absl::Mutex mutex;
   WorkerTotals counted ABSL_GUARDED_BY(mutex);
   double counted_changes ABSL_GUARDED_BY(mutex) = 0;
+  double counted_evicted ABSL_GUARDED_BY(mutex) = 0;  // tokens of the prefix cache
   ConnectionTotals counted_connections ABSL_GUARDED_BY(mutex);
   SelectionTotals counted_selection ABSL_GUARDED_BY(mutex);
   struct LayerCounters {
@@ -170,6 +171,9 @@ Metrics::Metrics()
       local_prefills(registry_->MakeCounter(names::kLocalPrefills)),
       transfers_open(registry_->MakeGauge(names::kTransfersOpen)),
       leases_expired(registry_->MakeCounter(names::kLeasesExpired)),
+      prefix_queries(registry_->MakeCounter(names::kVllmPrefixQueries)),
+      prefix_hits(registry_->MakeCounter(names::kVllmPrefixHits)),
+      prefix_tokens(registry_->MakeGauge(names::kPrefixTokens)),
       waiting(registry_->MakeGauge(names::kVllmWaiting)),
       kv_usage(registry_->MakeGauge(names::kVllmKvUsage)),
       process_cpu_seconds(registry_->MakeCounter(names::kProcessCpu)),
@@ -202,6 +206,7 @@ Metrics::Metrics()
           })),
       batch_sequences_(registry_->MakeGauge(names::kBatchSequences)),
       vllm_running_(registry_->MakeGauge(names::kVllmRunning)),
+      prefix_evicted_(registry_->MakeCounter(names::kPrefixEvicted)),
       selecting_rows_(registry_->MakeCounter(names::kSelectingRows)),
       link_bytes_(registry_->MakeCounter(names::kLinkBytes)),
       resident_places_(registry_->MakeGauge(names::kResidentPlaces)),
@@ -286,6 +291,11 @@ void Metrics::SetWorkers(const WorkerTotals& totals) const {
   }
 }
 
+void Metrics::SetPrefixEvicted(double tokens) const {
+  absl::MutexLock lock(&registry_->mutex);
+  Raise(prefix_evicted_, tokens, registry_->counted_evicted);
+}
+
 void Metrics::SetSchedules(const ScheduleTotals& totals) const {
   absl::MutexLock lock(&registry_->mutex);
   for (size_t i = 0; i < totals.layers.size(); ++i) schedule_layers_[i].Set(totals.layers[i]);
@@ -357,12 +367,13 @@ void Metrics::SetBuildInfo(const BuildInfo& info) {
 
 void Metrics::SetCacheConfig(const CacheConfigInfo& info) {
   registry_
-      ->MakeGauge(names::kVllmCacheConfig, {{"block_size", std::to_string(info.block_tokens)},
-                                            {"num_gpu_blocks", std::to_string(info.gpu_blocks)},
-                                            {"num_cpu_blocks", std::to_string(info.cpu_blocks)},
-                                            {"cache_dtype", info.dtype},
-                                            {"enable_prefix_caching", "False"},
-                                            {"engine", "0"}})
+      ->MakeGauge(names::kVllmCacheConfig,
+                  {{"block_size", std::to_string(info.block_tokens)},
+                   {"num_gpu_blocks", std::to_string(info.gpu_blocks)},
+                   {"num_cpu_blocks", std::to_string(info.cpu_blocks)},
+                   {"cache_dtype", info.dtype},
+                   {"enable_prefix_caching", info.prefix_cache ? "True" : "False"},
+                   {"engine", "0"}})
       .Set(1);
 }
 

@@ -64,8 +64,9 @@ enum class TokenKind {
   kPrompt,      // computed on this node
   kHandedOver,  // arrived with its KV
   kKept,        // its KV was kept here from the turn before
+  kReused,      // its KV was left here by an earlier sequence with the same prefix
 };
-inline constexpr size_t kTokenKinds = 4;
+inline constexpr size_t kTokenKinds = 5;
 
 // The phases of a step. The host runs kPlan (choose the rows, and pages for their growth), kLaunch
 // (enqueue them) and kEmit. The device runs kCopy (rows and tables in, results out), kCompute (the
@@ -141,6 +142,7 @@ struct CacheConfigInfo {
   int64_t gpu_blocks = 0;
   int64_t cpu_blocks = 0;
   std::string dtype;
+  bool prefix_cache = false;
 };
 
 class Metrics {
@@ -183,6 +185,9 @@ class Metrics {
   void SetSchedules(const ScheduleTotals& totals) const;
   // Sets who brings entries over the link.
   void SetLink(const LinkTotals& totals) const;
+
+  // Brings the counter of tokens that left the prefix cache up to this total.
+  void SetPrefixEvicted(double tokens) const;
 
   // Brings the instruments of connections up to these totals.
   void SetConnections(const ConnectionTotals& totals) const;
@@ -230,6 +235,9 @@ class Metrics {
   const Counter local_prefills;
   const Gauge transfers_open;
   const Counter leases_expired;
+  const Counter prefix_queries;  // vllm:prefix_cache_queries_total, in tokens
+  const Counter prefix_hits;     // vllm:prefix_cache_hits_total, in tokens
+  const Gauge prefix_tokens;
   const Gauge waiting;   // vllm:num_requests_waiting
   const Gauge kv_usage;  // vllm:kv_cache_usage_perc, in [0, 1]
   const Counter process_cpu_seconds;
@@ -251,6 +259,7 @@ class Metrics {
   const std::array<Counter, 2> spans_dropped_;  // by SpanLoss
   const Gauge batch_sequences_;
   const Gauge vllm_running_;
+  const Counter prefix_evicted_;
   const Counter selecting_rows_;
   const Counter link_bytes_;
   const Gauge resident_places_;

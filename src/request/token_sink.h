@@ -33,7 +33,8 @@ struct FinishInfo {
   std::optional<std::string> stop_string;
   uint32_t prompt_tokens = 0;
   uint32_t completion_tokens = 0;
-  uint32_t cached_tokens = 0;
+  uint32_t cached_tokens = 0;  // prompt tokens whose caches were handed over, kept, or reused
+  uint32_t reused_tokens = 0;  // those of them that earlier sequences had left here
   // Output tokens, from the first on, that were computed with attention to every token before them;
   // 0 if an earlier turn was approximate.
   uint32_t exact_tokens = 0;

@@ -132,6 +132,10 @@ absl::Status DecodeNode::MakeTransfers() {
   table.footprint = [policy = policy_.get()](int64_t context, int64_t total) {
     return policy->FootprintOf(context, total);
   };
+  table.prefix_cache = config_.prefix_cache();
+  table.last_rows = [policy = policy_.get()](int64_t total) {
+    return policy->last_rows_wanted(total);
+  };
   table.hint_tokens = policy_->hint_tokens();
   table.hint_queries = policy_->hint_queries();
   table.quotas = &quotas_;
@@ -203,7 +207,7 @@ absl::Status DecodeNode::StartEngine() {
   drain_ = std::make_unique<DrainControl>(drain);
   metrics_.SetBuildInfo({Version(), model_->config().name, device_->name(),
                          device_->kernels().name(), policy_->name()});
-  SetCacheConfig(hbm_->capacity_tokens(), dram_->capacity_tokens());
+  SetCacheConfig(hbm_->capacity_tokens(), dram_->capacity_tokens(), config_.prefix_cache());
   memory_ready_.store(true);
   return absl::OkStatus();
 }
@@ -308,6 +312,11 @@ void DecodeNode::UpdateMetrics() {
   metrics_.kv_usage.Set(UpdatePoolMetrics(*hbm_, metrics_));
   UpdatePolicyMetrics(*policy_, *hbm_, metrics_);
   metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
+  if (const PrefixCache* const prefixes = transfers_->prefixes(); prefixes != nullptr) {
+    const PrefixCache::Statistics counts = prefixes->Count();
+    metrics_.prefix_tokens.Set(static_cast<double>(counts.tokens));
+    metrics_.SetPrefixEvicted(static_cast<double>(counts.evicted_tokens));
+  }
 }
 
 absl::Status DecodeNode::ServeUntil(Signals& signals) {

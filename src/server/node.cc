@@ -112,11 +112,11 @@ void Node::SetSize(const char* name, uint64_t bytes, const std::string& why,
   (config_.*set)(bytes);
 }
 
-void Node::SetCacheConfig(int64_t hbm_tokens, int64_t dram_tokens) {
+void Node::SetCacheConfig(int64_t hbm_tokens, int64_t dram_tokens, bool prefix_cache) {
   const CacheKind& kind = model_->cache_layout().kinds.front();
   metrics_.SetCacheConfig({kind.block_tokens, hbm_tokens / kind.block_tokens,
                            dram_tokens / kind.block_tokens,
-                           std::string(DTypeName(kind.element_type))});
+                           std::string(DTypeName(kind.element_type)), prefix_cache});
 }
 
 absl::Status Node::EndFailed() {

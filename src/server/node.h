@@ -76,8 +76,9 @@ class Node {
   // Logs the sizes of the KV caches and puts them into config_ in place of auto.
   void SetSize(const char* name, uint64_t bytes, const std::string& why,
                void (Config::*set)(uint64_t));
-  // Tells scrapers how many tokens the KV caches in HBM and in DRAM hold.
-  void SetCacheConfig(int64_t hbm_tokens, int64_t dram_tokens);
+  // Tells scrapers how many tokens the KV caches in HBM and in DRAM hold, and whether prompts share
+  // them.
+  void SetCacheConfig(int64_t hbm_tokens, int64_t dram_tokens, bool prefix_cache);
   // Tells health checks and callers that the device failed, gives callers kFlushTime to take the
   // error, and ends the process soon even if the GPU's memory cannot be given back. Returns the
   // device's error.

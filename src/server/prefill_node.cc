@@ -52,7 +52,8 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
   const int64_t block_bytes = model_->cache_layout().BytesFor(block);
   SetCacheConfig(static_cast<int64_t>(config_.hbm_bytes()) / block_bytes * block,
-                 static_cast<int64_t>(config_.hold_bytes()) / block_bytes * block);
+                 static_cast<int64_t>(config_.hold_bytes()) / block_bytes * block,
+                 /*prefix_cache=*/false);
   Prefiller::Options options;
   options.max_context = static_cast<uint32_t>(model_->max_context());
   options.chunk_tokens = chunk;

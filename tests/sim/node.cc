@@ -121,6 +121,7 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   transfers.vocab_size = kVocab;
   transfers.max_context = spec.engine.max_context;
   transfers.max_lease = spec.lease;
+  transfers.last_rows = [this](int64_t total) { return policy_->last_rows_wanted(total); };
   transfers.footprint = [this](int64_t context, int64_t total) {
     return policy_->FootprintOf(context, total);
   };

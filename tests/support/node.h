@@ -43,6 +43,7 @@ struct NodeOptions {
   // engine gets the policy itself.
   std::function<std::unique_ptr<AttentionPolicy>(AttentionPolicy*)> watch;
   LocalPrefill local_prefill = LocalPrefill::kAlways;
+  bool prefix_cache = true;
   bool run_engine = true;  // false: the test calls Turn() itself
   absl::Duration max_lease = absl::Seconds(60);
   absl::Duration transfer_wait = absl::Seconds(60);

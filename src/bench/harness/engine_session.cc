@@ -49,6 +49,7 @@ absl::Status EngineSession::Start(PagePool* hbm) {
     const int64_t bytes = kind.bytes_per_token * kind.heads * options_.context;
     table.max_chunk_bytes = std::max(table.max_chunk_bytes, static_cast<uint64_t>(bytes));
   }
+  table.prefix_cache = false;  // every prompt that is measured is handed over whole
   table.footprint = [policy = policy_](int64_t context, int64_t total) {
     return policy->FootprintOf(context, total);
   };

@@ -78,6 +78,7 @@ struct IngestSide {
     options.model_fingerprint = kFingerprint;
     options.vocab_size = 2;
     options.max_context = 1 << 30;
+    options.prefix_cache = false;
     options.footprint = [](int64_t context, int64_t) { return Footprint{context, 0}; };
     table = std::make_unique<TransferTable>(options, dram.get(), hbm.get(), RealClock());
     table->SetWake([this] {

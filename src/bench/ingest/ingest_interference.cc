@@ -92,6 +92,7 @@ class BusyNode {
     table.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
     table.max_context = 1 << 30;
     // Transferred sequences are never decoded, so they need no room in HBM.
+    table.prefix_cache = false;
     table.footprint = [](int64_t context, int64_t) { return Footprint{context, 0}; };
     transfers_ =
         std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());

@@ -318,10 +318,17 @@ TEST_CASE("a reader that never reads ends with SLOW_READER, after what was emitt
 }
 
 TEST_CASE("a cache that is not finite ends its own sequence only") {
-  Node node(Options());
+  const bool prefix_cache = GENERATE(true, false);
+  NodeOptions options = Options();
+  options.prefix_cache = prefix_cache;
   const fixtures::GoldenCase& g = Golden();
   const auto context = static_cast<uint32_t>(g.prompt.size());
-  const std::vector<int32_t> want = node.Generate(GreedyRequest(g.prompt, 60)).ids;
+  std::vector<int32_t> want;
+  {
+    Node other(options);  // so that the bad cache is the first of its prompt
+    want = other.Generate(GreedyRequest(g.prompt, 60)).ids;
+  }
+  Node node(options);
   const auto good = node.Start(GreedyRequest(g.prompt, 60));
   std::vector<std::vector<uint16_t>> v = g.v;
   v[0][0] = FloatToBFloat16(std::numeric_limits<float>::quiet_NaN());

@@ -500,6 +500,7 @@ TEST_CASE("promtool finds nothing to say about the names") {
     const bool vllm = absl::StrContains(line, "vllm:num_requests_running") ||
                       absl::StrContains(line, "vllm:num_requests_waiting") ||
                       absl::StrContains(line, "vllm:spec_decode_num_") ||
+                      absl::StrContains(line, "vllm:prefix_cache_") ||
                       absl::StrContains(line, "vllm:kv_cache_usage_perc") ||
                       absl::StrContains(line, "vllm:cache_config_info") ||
                       absl::StrContains(line, "vllm:lora_requests_info");
