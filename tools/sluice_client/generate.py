@@ -62,6 +62,7 @@ class Result:
     finish_reason: str = ""
     stop_string: str | None = None
     cached_tokens: int = 0
+    reused_tokens: int = 0
     # Output tokens, from the first on, that were computed with attention to every token before them.
     exact_tokens: int = 0
     # Drafts of tokens that the node verified, and those of them that became output tokens.
@@ -157,6 +158,7 @@ def _finish(result: Result, finish: decode_pb2.Finish) -> None:
     if finish.HasField("stop_string"):
         result.stop_string = finish.stop_string
     result.cached_tokens = finish.usage.cached_tokens
+    result.reused_tokens = finish.usage.reused_tokens
     result.exact_tokens = finish.usage.exact_tokens
     result.drafted_tokens = finish.usage.drafted_tokens
     result.accepted_tokens = finish.usage.accepted_tokens

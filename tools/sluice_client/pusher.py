@@ -54,6 +54,7 @@ class Pusher:
         self.max_chunk_bytes = _CHUNK_BYTES
         self.transfer_id = ""
         self.context_length = 0
+        self.cached_tokens = 0  # leading tokens that the node has already; they are not sent
         self.lease_seconds = 0.0
         admin = admin_pb2_grpc.AdminStub(self._channel)
         self.model = model or self._call(admin.GetModel, admin_pb2.GetModelRequest()).model
@@ -63,6 +64,9 @@ class Pusher:
                 max_new_tokens: int = 256, *, fingerprint: str | None = None, tenant: str = "",
                 rendezvous_key: str = "", lease_seconds: float | None = None) -> str:
         """Opens the transfer; returns its id.
+
+        The node may have the caches of leading tokens from an earlier prompt; `cached_tokens` says of how many, and
+        what is written for them is not sent.
 
         The caches of the first `context_length` of `prompt_ids` will be sent (default: all). `fingerprint` is that of
         the model that made the caches; None trusts that it is the node's model.
@@ -81,19 +85,23 @@ class Pusher:
         self.transfer_id = answer.transfer_id
         self.context_length = context_length
         self.max_chunk_bytes = min(_CHUNK_BYTES, answer.max_chunk_bytes or _CHUNK_BYTES)
+        self.cached_tokens = answer.cached_tokens
         self.lease_seconds = answer.lease.ToNanoseconds() * 1e-9
         self.hint_tokens = answer.hint_tokens
         self.hint_queries = answer.hint_queries
         return self.transfer_id
 
-    def attach(self, transfer_id: str, context_length: int, max_chunk_bytes: int = 0) -> None:
+    def attach(self, transfer_id: str, context_length: int, max_chunk_bytes: int = 0,
+               cached_tokens: int = 0) -> None:
         """Sends into a transfer that another process has reserved and commits, as each rank of a prefill node does.
 
-        settle() then stands in place of commit(). `max_chunk_bytes` is that of the reservation; 0: the default.
+        settle() then stands in place of commit(). `max_chunk_bytes` and `cached_tokens` are those of the reservation;
+        0: the default, and none.
         """
         self.transfer_id = transfer_id
         self.context_length = context_length
         self.max_chunk_bytes = min(_CHUNK_BYTES, max_chunk_bytes or _CHUNK_BYTES)
+        self.cached_tokens = cached_tokens
 
     def settle(self) -> None:
         """Waits until all chunks that were written here have landed, and sends lost ones again; then detaches."""
@@ -249,7 +257,8 @@ class Pusher:
         if any(callable(a) for a in sources):
             arrays = None  # The callables make them again, so that nothing is kept.
         step = self.chunk_tokens(kind, heads[1] - heads[0])
-        for begin in range(0, tokens, step):
+        known = self.cached_tokens // kind.block_tokens * kind.block_tokens
+        for begin in range(max(0, known - token_begin), tokens, step):
             end = min(begin + step, tokens)
 
             def payload(begin=begin, end=end, arrays=arrays):
@@ -266,6 +275,8 @@ class Pusher:
     def _send(self, chunk: Chunk) -> None:
         if not self.transfer_id:
             raise PushError("reserve() comes before anything is written")
+        if chunk.tokens[1] <= self.cached_tokens:
+            return
         self._chunks.append(chunk)
         self._post(chunk)
 

@@ -237,6 +237,7 @@ class IngestService final : public IngestBase {
     response.set_max_chunk_bytes(reserved.max_chunk_bytes);
     response.set_hint_tokens(static_cast<uint64_t>(reserved.hint_tokens));
     response.set_hint_queries(static_cast<uint64_t>(reserved.hint_queries));
+    response.set_cached_tokens(static_cast<uint64_t>(reserved.cached_tokens));
     return absl::OkStatus();
   }
 

@@ -64,7 +64,8 @@ KvPusher::~KvPusher() {
 absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                              absl::Span<const absl::Span<const uint8_t>> pieces) {
   SLUICE_ASSIGN_OR_RETURN(const std::vector<ChunkPlan> chunks,
-                          PlanChunks(kind, token_begin, token_end, options_.max_chunk_bytes));
+                          PlanChunksFrom(kind, token_begin, token_end, options_.cached_tokens,
+                                         options_.max_chunk_bytes));
   for (const ChunkPlan& plan : chunks) {
     v1::WriteRequest chunk;
     v1::ChunkHeader* header = chunk.mutable_header();

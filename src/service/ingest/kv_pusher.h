@@ -48,6 +48,8 @@ class KvPusher {
   struct Options {
     std::string transfer_id;
     uint64_t max_chunk_bytes = 0;
+    // Leading tokens that the decode node has and that are not sent; the end of a block.
+    int64_t cached_tokens = 0;
     // If set, only chunks that overlap one of `missing` are sent.
     bool filter = false;
     std::vector<MissingRange> missing;

@@ -39,6 +39,7 @@ class Handoff::Sink : public LayerSink {
     KvPusher::Options options;
     options.transfer_id = handoff_->transfer_id_;
     options.max_chunk_bytes = handoff_->max_chunk_bytes_;
+    options.cached_tokens = handoff_->cached_tokens_;
     if (missing_ != nullptr) {
       options.filter = true;
       options.missing = *missing_;
@@ -103,6 +104,8 @@ absl::Status Handoff::Reserve() {
       FromDecodeNode(FromGrpcStatus(stub_->Reserve(context.get(), options_.reserve, &reserved))));
   transfer_id_ = reserved.transfer_id();
   max_chunk_bytes_ = reserved.max_chunk_bytes();
+  cached_tokens_ =
+      static_cast<int64_t>(std::min<uint64_t>(reserved.cached_tokens(), options_.prompt.size()));
   hint_tokens_ = static_cast<int64_t>(std::min<uint64_t>(reserved.hint_tokens(), INT64_MAX));
   wants_queries_ = reserved.hint_queries() > 0;
   return absl::OkStatus();

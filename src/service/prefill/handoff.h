@@ -60,7 +60,8 @@ class Handoff {
   const std::unique_ptr<v1::KvIngest::Stub> stub_;
   std::string transfer_id_;
   uint64_t max_chunk_bytes_ = 0;
-  int64_t hint_tokens_ = 0;  // that the decode node takes
+  int64_t cached_tokens_ = 0;  // leading tokens that the decode node has
+  int64_t hint_tokens_ = 0;    // that the decode node takes
   bool wants_queries_ = false;
   absl::Time first_sent_ = absl::InfiniteFuture();
   bool retryable_ = false;  // sending again may mend the failure of the last attempt

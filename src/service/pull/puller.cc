@@ -69,7 +69,8 @@ struct Puller::Pull {
   std::string prompt_digest;
   uint32_t context_length = 0;
   int64_t hint_tokens = 0, hint_queries = 0;
-  int64_t bytes = 0;
+  uint32_t cached_tokens = 0;  // leading tokens that are here already and are not read
+  int64_t bytes = 0;           // of the rest
   RequestTrace trace;
   absl::Time begin, deadline;
   std::shared_ptr<grpc::Channel> channel;
@@ -253,6 +254,7 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
   pull->tenant = manifest.tenant;
   pull->transfer_id = reserved.transfer_id;
   pull->context_length = manifest.context_length;
+  pull->cached_tokens = static_cast<uint32_t>(reserved.cached_tokens);
   pull->hint_tokens = reserved.hint_tokens;
   pull->hint_queries = reserved.hint_queries;
   pull->trace = request->trace;
@@ -262,8 +264,8 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
                        ? absl::InfiniteFuture()
                        : absl::Now() + (request->deadline - RealClock()->Now());
   for (const CacheKind& kind : options_.layout.kinds) {
-    pull->bytes +=
-        kind.bytes_per_token * kind.heads * pull->context_length * options_.layout.layers;
+    pull->bytes += kind.bytes_per_token * kind.heads *
+                   (pull->context_length - pull->cached_tokens) * options_.layout.layers;
   }
   request->handoff.source = {};
   request->handoff.transfer_id = reserved.transfer_id;
@@ -411,16 +413,19 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
     if (info.missing.size() < kMaxRanges) {
       for (const MissingRange& range : info.missing) *requests[0].add_ranges() = ToProto(range);
     }
-  } else if (pull.bytes >= 2 * kBytesOfAStream && options_.streams > 1) {
+  } else if (pull.bytes == 0) {
+    return absl::OkStatus();
+  } else if (pull.cached_tokens > 0 ||
+             (pull.bytes >= 2 * kBytesOfAStream && options_.streams > 1)) {
     // Layers go to the streams in turn, so that each stream has as much.
-    const auto streams =
-        static_cast<size_t>(std::min<int64_t>(options_.streams, pull.bytes / kBytesOfAStream));
+    const auto streams = static_cast<size_t>(
+        std::clamp<int64_t>(pull.bytes / kBytesOfAStream, 1, std::max(options_.streams, 1)));
     requests.resize(std::min<size_t>(streams, static_cast<size_t>(options_.layout.layers)));
     for (int layer = 0; layer < options_.layout.layers; ++layer) {
       for (const CacheKind& kind : options_.layout.kinds) {
         *requests[static_cast<size_t>(layer) % requests.size()].add_ranges() =
             ToProto({static_cast<uint32_t>(layer), kind.name, 0, static_cast<uint32_t>(kind.heads),
-                     0, pull.context_length});
+                     pull.cached_tokens, pull.context_length});
       }
     }
   }

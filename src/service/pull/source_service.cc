@@ -67,8 +67,23 @@ struct Chunk {
   ChunkPlan plan;
 };
 
-// Returns every chunk that has part of a range. Chunks are whole, since blocks that have landed may
-// be sent again.
+// Returns the tokens of a layer, in whole blocks, from the first to the last that a range has; all
+// of them if there are no ranges.
+std::pair<int, int> Wanted(const HeldLayer& layer, const CacheKind& kind,
+                           const std::vector<MissingRange>& ranges) {
+  if (ranges.empty()) return {layer.token_begin, layer.token_end};
+  int begin = layer.token_end, end = layer.token_begin;
+  for (const MissingRange& range : ranges) {
+    if (range.layer != static_cast<uint32_t>(layer.layer) || range.kind != kind.name) continue;
+    const auto blocks = static_cast<int>(kind.BlocksFor(range.token_end));
+    begin = std::min(begin, static_cast<int>(range.token_begin));
+    end = std::max(end, std::min(blocks * kind.block_tokens, layer.token_end));
+  }
+  return {begin, end};
+}
+
+// Returns every chunk that has part of a range. Chunks are cut for as many blocks as fit, since
+// blocks that have landed may be sent again.
 absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
                                             const HeldPrompt& prompt,
                                             const v1::ReadRequest& request) {
@@ -108,7 +123,9 @@ absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
   std::vector<Chunk> chunks;
   for (const HeldLayer& layer : prompt.layers) {
     const CacheKind& kind = options.layout.kinds[layer.kind];
-    const auto plans = PlanChunks(kind, layer.token_begin, layer.token_end, most);
+    const auto [begin, end] = Wanted(layer, kind, ranges);
+    if (begin >= end) continue;
+    const auto plans = PlanChunksFrom(kind, layer.token_begin, end, begin, most);
     if (!plans.ok()) {
       return InvalidField("max_chunk_bytes",
                           absl::StrCat("one block of cache kind ", kind.name, " takes ",

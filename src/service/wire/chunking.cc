@@ -45,6 +45,20 @@ absl::StatusOr<std::vector<ChunkPlan>> PlanChunks(const CacheKind& kind, int tok
   return out;
 }
 
+absl::StatusOr<std::vector<ChunkPlan>> PlanChunksFrom(const CacheKind& kind, int token_begin,
+                                                      int token_end, int64_t from,
+                                                      uint64_t max_chunk_bytes) {
+  if (from >= token_end) return std::vector<ChunkPlan>();
+  const int begin =
+      std::max(token_begin, static_cast<int>(from / kind.block_tokens * kind.block_tokens));
+  SLUICE_ASSIGN_OR_RETURN(std::vector<ChunkPlan> chunks,
+                          PlanChunks(kind, begin, token_end, max_chunk_bytes));
+  const auto skipped =
+      static_cast<uint64_t>((begin - token_begin) * kind.bytes_per_token * kind.heads);
+  for (ChunkPlan& chunk : chunks) chunk.offset += skipped;
+  return chunks;
+}
+
 bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
               const std::vector<MissingRange>& ranges) {
   return std::any_of(ranges.begin(), ranges.end(), [&](const MissingRange& range) {

@@ -29,6 +29,13 @@ struct ChunkPlan {
 absl::StatusOr<std::vector<ChunkPlan>> PlanChunks(const CacheKind& kind, int token_begin,
                                                   int token_end, uint64_t max_chunk_bytes);
 
+// Returns the same for the tokens from `from` on, without those before, which the receiver has.
+// Offsets still count from token_begin. The block of `from` is not cut. Returns no chunk if `from`
+// is not below token_end.
+absl::StatusOr<std::vector<ChunkPlan>> PlanChunksFrom(const CacheKind& kind, int token_begin,
+                                                      int token_end, int64_t from,
+                                                      uint64_t max_chunk_bytes);
+
 // Returns whether the chunk, of this layer and cache kind, has any block of one of the ranges.
 bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
               const std::vector<MissingRange>& ranges);

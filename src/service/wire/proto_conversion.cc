@@ -424,6 +424,7 @@ v1::Finish ToProto(const FinishInfo& info) {
   out.mutable_usage()->set_prompt_tokens(info.prompt_tokens);
   out.mutable_usage()->set_completion_tokens(info.completion_tokens);
   out.mutable_usage()->set_cached_tokens(info.cached_tokens);
+  out.mutable_usage()->set_reused_tokens(info.reused_tokens);
   out.mutable_usage()->set_exact_tokens(info.exact_tokens);
   out.mutable_usage()->set_drafted_tokens(info.drafted_tokens);
   out.mutable_usage()->set_accepted_tokens(info.accepted_tokens);

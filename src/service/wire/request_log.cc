@@ -66,6 +66,7 @@ void RequestLog::Ended(const std::string& request_id, SequenceId sequence, const
        {"error", LoggedError(end.status)},
        {"prompt_tokens", end.prompt_tokens},
        {"cached_tokens", end.cached_tokens},
+       {"reused_tokens", end.reused_tokens},
        {"output_tokens", end.completion_tokens},
        {"queue_seconds", absl::ToDoubleSeconds(end.queued)},
        {"first_token_seconds", absl::ToDoubleSeconds(end.first_token)},

@@ -223,7 +223,7 @@ class HandOffs:
             return
         pusher = hand_off.pusher
         hand_off.target = Target(hand_off.wish.decode, pusher.transfer_id, pusher.context_length,
-                                 pusher.max_chunk_bytes)
+                                 pusher.max_chunk_bytes, pusher.cached_tokens)
         # Kinds of one model have blocks of as many tokens.
         hand_off.block_tokens = pusher.model.cache_kinds[0].block_tokens
         hand_off.state = _State.RESERVED

@@ -13,6 +13,7 @@ class Target:
     transfer_id: str
     context_length: int
     max_chunk_bytes: int
+    cached_tokens: int = 0  # leading tokens that the decode node has already
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ class _Sender(threading.Thread):
     def _send(self) -> None:
         pusher = Pusher(self._target.decode, self._streams)
         try:
-            pusher.attach(self._target.transfer_id, self._target.context_length, self._target.max_chunk_bytes)
+            pusher.attach(self._target.transfer_id, self._target.context_length, self._target.max_chunk_bytes,
+                          self._target.cached_tokens)
             while (task := self._tasks.get()) is not None:
                 if not self._dropped.is_set():
                     self._write(pusher, *task)
@@ -85,7 +86,8 @@ class _Sender(threading.Thread):
         if kind is None:
             raise ToolError(f"{self._target.decode}: its model has no cache '{cache.kind}', which vLLM's has")
         step = pusher.chunk_tokens(kind, self._heads[1] - self._heads[0])
-        for begin in range(part.begin, part.end, step):
+        known = self._target.cached_tokens // kind.block_tokens * kind.block_tokens
+        for begin in range(max(part.begin, known), part.end, step):
             tokens = (begin, min(begin + step, part.end))
 
             def payload(tokens=tokens):

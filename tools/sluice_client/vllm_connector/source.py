@@ -119,11 +119,12 @@ class PromptSource(source_pb2_grpc.KvSourceServicer):
                 kind = kinds[cache.kind]
                 blocks = max(1, most // layout.payload_bytes(kind, kind.heads, kind.block_tokens))
                 step = blocks * kind.block_tokens
-                for begin in range(0, prompt.held.context_length, step):
+                ranges = [(0, prompt.held.context_length)] if wanted is None else [
+                    (r.token_begin, r.token_end) for r in wanted if r.layer == cache.layer and r.kind == cache.kind]
+                first = min((r[0] for r in ranges), default=0) // kind.block_tokens * kind.block_tokens
+                for begin in range(first, max((r[1] for r in ranges), default=0), step):
                     end = min(begin + step, prompt.held.context_length)
-                    if wanted is not None and not any(
-                            r.layer == cache.layer and r.kind == cache.kind and r.token_begin < end
-                            and begin < r.token_end for r in wanted):
+                    if not any(r[0] < end and begin < r[1] for r in ranges):
                         continue
                     if prompt.gone:
                         self._no_source(context)
