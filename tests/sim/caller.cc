@@ -343,6 +343,9 @@ void Caller::Read() {
   if (batch.finish.has_value()) {
     if (end_read_) Fail("the reader met the end twice");
     end_read_ = true;
+    if (sender_ == nullptr && batch.finish->reused_tokens > 0) {
+      world_->Note(Situation::kPrefixFoundLocally);
+    }
     if (read_ != emitted_) {
       Fail(absl::StrCat("the reader got ", read_, " tokens of ", emitted_));
     }
@@ -361,7 +364,9 @@ absl::Time Caller::Due() const {
 
 void Caller::CheckAfterTurn(absl::Time start) {
   if (!alive()) return;
-  if (!added_at_.has_value()) added_at_ = start;
+  // A turn that waits for the device, as a warm-up may, lets requests come meanwhile: they are added
+  // by the next one.
+  if (!added_at_.has_value() && submitted_at_ <= start) added_at_ = start;
   // The engine had its chance to see the free space, even if the sequence is preempted and was not
   // asked.
   if (parked_ && sink_->stream().HasRoom(1)) parked_ = false;

@@ -43,7 +43,8 @@ std::optional<std::string> PoolWatch::Check() {
     }
   }
   free_.swap(now_free);
-  const auto used_pages = static_cast<size_t>(usage.used_bytes) / pattern_.size();
+  const auto used_pages =
+      static_cast<size_t>(usage.used_bytes + usage.idle_bytes) / pattern_.size();
   // Other kinds may hold pages that this one could also have.
   if (pool_->shared() ? free_pages + used_pages > free_.size()
                       : free_pages + used_pages != free_.size()) {

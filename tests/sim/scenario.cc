@@ -268,6 +268,15 @@ SamplingParams DrawSampling(SplitMix64& random, uint32_t max_new_tokens) {
   return sampling;
 }
 
+// Lets some prompts begin as an earlier request's prompt and answer do.
+void BeginAsAnother(SplitMix64& random, const NodeSpec& node, std::vector<int32_t>* prompt) {
+  if (node.known.empty() || OneIn(random, 2)) return;
+  const std::vector<int32_t>& other = node.known[random.Below(node.known.size())];
+  const auto most = static_cast<int64_t>(std::min(prompt->size(), other.size()));
+  const auto same = static_cast<size_t>(Between(random, 1, most));
+  for (size_t i = 0; i < same && other[i] < kVocab - 1; ++i) (*prompt)[i] = other[i];
+}
+
 RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
   RequestSpec r;
   r.index = index;
@@ -284,6 +293,7 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
   for (int64_t i = 0; i < prompt; ++i) {
     r.prompt.push_back(static_cast<int32_t>(random.Below(kVocab - 1)));
   }
+  BeginAsAnother(random, node, &r.prompt);
   r.sampling = DrawSampling(random, r.max_new_tokens);
   if ((grows || is_fluxion) && !OneIn(random, 3)) {
     r.sampling.ignore_eos = true;

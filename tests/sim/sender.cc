@@ -103,6 +103,7 @@ void Sender::Reserve() {
   LeaseRenewed();
   world_->Trace("sender ", request_.index, ": reserved");
   PlanChunks();
+  TakeCached(reserved->cached_tokens);
   on_reserved_();
   Continue(pace_);
 }
@@ -147,6 +148,30 @@ void Sender::PlanChunks() {
     other.fault = Fault::kDiffers;
     to_send_.insert(to_send_.begin() + static_cast<int64_t>(random_.Below(to_send_.size())), other);
   }
+}
+
+void Sender::TakeCached(int64_t tokens) {
+  if (tokens == 0) return;
+  world_->Note(Situation::kPrefixFound);
+  cached_blocks_ = static_cast<uint32_t>(tokens) / block_tokens_;
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    for (uint32_t head = 0; head < kKvHeads; ++head) {
+      for (uint32_t b = 0; b < cached_blocks_; ++b) block(layer, head, b) = Block::kLanded;
+    }
+  }
+  if (OneIn(random_, 3)) {
+    world_->Note(Situation::kPrefixSentAllTheSame);
+    return;
+  }
+  std::erase_if(to_send_, [this](const Chunk& chunk) { return chunk.block_end <= cached_blocks_; });
+}
+
+size_t Sender::Dropped(const Chunk& chunk, size_t bytes) const {
+  if (cached_blocks_ <= chunk.block_begin) return 0;
+  if (cached_blocks_ >= chunk.block_end) return bytes;
+  const uint32_t begin = chunk.block_begin * block_tokens_;
+  const size_t tokens = std::min(chunk.block_end * block_tokens_, request_.context) - begin;
+  return bytes / tokens * (cached_blocks_ * block_tokens_ - begin);
 }
 
 void Sender::Continue(absl::Duration most) {
@@ -243,9 +268,16 @@ void Sender::Send(Chunk chunk) {
   ChunkHeader header = Header(chunk);
   header.crc32c = Crc32c(payload);
   const bool skipped = world_->scenario().plant == Plant::kChecksumSkipped;
+  const size_t dropped = Dropped(chunk, payload.size());
+  if (dropped == payload.size() &&
+      (chunk.fault == Fault::kCorrupt || chunk.fault == Fault::kDiffers)) {
+    std::fill(payload.begin(), payload.end(), uint8_t{0xEE});  // nobody looks at it
+    chunk.fault = Fault::kNone;
+  }
   bool corrupted = chunk.fault == Fault::kCorrupt;
   if (corrupted || chunk.fault == Fault::kDiffers) {
-    payload[random_.Below(payload.size())] ^= static_cast<uint8_t>(1 + random_.Below(255));
+    payload[dropped + random_.Below(payload.size() - dropped)] ^=
+        static_cast<uint8_t>(1 + random_.Below(255));
     if (!corrupted || skipped) header.crc32c = Crc32c(payload);
     if (skipped) corrupted = false;
   }

@@ -58,6 +58,10 @@ class Sender {
 
   void Reserve();
   void PlanChunks();
+  // Notes what the node has of the prompt; some senders send it all the same.
+  void TakeCached(int64_t tokens);
+  // Returns the first bytes of a chunk's payload, which the node drops because it has them.
+  size_t Dropped(const Chunk& chunk, size_t bytes) const;
   // Makes the next call after a random time of at most `most`.
   void Continue(absl::Duration most);
   void Step();
@@ -95,6 +99,7 @@ class Sender {
 
   std::string id_;
   int reserve_attempts_ = 0;
+  uint32_t cached_blocks_ = 0;  // leading blocks that the node had at the Reserve
   std::vector<Chunk> to_send_;  // taken from the back
   std::vector<Block> known_;
   std::list<Held> held_;

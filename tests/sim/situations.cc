@@ -30,6 +30,14 @@ const char* Name(Situation situation) {
       return "Reserve refused, no room";
     case Situation::kReserveRetriedWithItsKey:
       return "Reserve with a key in use";
+    case Situation::kPrefixFound:
+      return "Reserve finds a prefix";
+    case Situation::kPrefixFoundLocally:
+      return "a prompt that is computed here begins with a known prefix";
+    case Situation::kPrefixSentAllTheSame:
+      return "a sender sends the known prefix too";
+    case Situation::kPrefixEvicted:
+      return "known prefixes made room";
     case Situation::kChunkTwice:
       return "same chunk twice";
     case Situation::kChunkCorrupted:

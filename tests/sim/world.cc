@@ -55,6 +55,7 @@ void World::Run() {
   for (const RequestActors& actors : requests_) actors.caller->CheckOver();
   if (drained_ != drains_) Fail(-1, "a drain was never told that all is idle");
   CheckQuiet();
+  if (node_->transfers().prefixes()->Count().evicted_tokens > 0) Note(Situation::kPrefixEvicted);
   if (ReadPartOutsideHbm()) Note(Situation::kReadOutsideHbm);
   if (node_->model().deepest() >= 2) Note(Situation::kTwoStepsInFlight);
   if (node_->device().stalls() > 0) Note(Situation::kStreamStalled);
