@@ -23,7 +23,9 @@ inline constexpr Metric kRequests{
     "outcome,reason"};
 inline constexpr Metric kTokens{
     "sluice_tokens_total", Type::kCounter,
-    "Tokens by kind: output tokens were sent to callers, prompt tokens were computed on this node, "
+    "Tokens by kind: output tokens were sent to callers, prompt tokens were computed on this node "
+    "(on "
+    "a prefill node: belong to prompts that it handed over, reused ones included), "
     "handed_over tokens arrived with their KV, kept tokens had their KV here from the turn before, "
     "reused tokens had it here from another sequence with the same prefix",
     "kind"};

@@ -99,6 +99,7 @@ class HeldPrompts::Collector : public LayerSink {
     out_->layers.push_back(std::move(held));
     return absl::OkStatus();
   }
+  std::string tenant() const override { return out_->tenant; }
   int64_t hint_tokens() const override { return options_.hint_tokens; }
   bool wants_queries() const override { return true; }
 

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "absl/synchronization/mutex.h"
-#include "src/attention/forwarding_policy.h"
 #include "src/attention/latent/prompt_selections.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/base/error.h"
@@ -14,91 +14,19 @@
 #include "src/base/status_macros.h"
 #include "src/engine/batch_state.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/prefix_cache.h"
 #include "src/kv/selection_hints.h"
+#include "src/metrics/metrics.h"
 #include "src/model/model.h"
 #include "src/model/policy_model.h"
 #include "src/prefill/important_blocks.h"
+#include "src/prefill/marking_policy.h"
 #include "src/prefill/prompt_hints.h"
 
 namespace sluice {
 namespace {
 
 constexpr int kSlot = 0;  // one prompt at a time
-
-// Finds the blocks or tokens that hints name, for one prompt at a time. The model's attention
-// decides which of the two is set.
-struct HintFinders {
-  std::unique_ptr<ImportantBlocks> blocks;       // for keys and values
-  std::unique_ptr<PromptSelections> selections;  // for an indexer
-  bool any() const { return blocks != nullptr || selections != nullptr; }
-};
-
-// The policy `full`, which also marks in the stream when a layer's caches are written, so that they
-// can leave before that layer's attention and FFN, and finds what hints name, if hints are wanted.
-class MarkingPolicy : public ForwardingPolicy {
- public:
-  MarkingPolicy(FullPolicy* full, const HintFinders* finders, Device* device,
-                const CacheLayout& layout)
-      : ForwardingPolicy(full),
-        full_(full),
-        finders_(finders),
-        has_index_(layout.FindKind("index") >= 0) {
-    for (auto& events : events_) {
-      for (int layer = 0; layer < layout.layers; ++layer) events.push_back(device->NewEvent());
-    }
-    if (finders_->selections == nullptr) return;
-    full_->ObserveSelections([this](Stream& stream, int layer, const kernels::UnitLists& selected,
-                                    int32_t first_row, int32_t rows) {
-      finders_->selections->Keep(stream, layer, selected, first_row, rows);
-    });
-  }
-
-  // Makes the marks go to the events of `buffer` from now on.
-  void SetBuffer(int buffer) { buffer_ = static_cast<size_t>(buffer); }
-  // Sets how many blocks of each layer and KV head are found for the last row of everything
-  // launched from now on. 0: none.
-  void SetImportantBlocks(int32_t count) { important_blocks_ = count; }
-  Event& appended(int buffer, int layer) {
-    return *events_[static_cast<size_t>(buffer)][static_cast<size_t>(layer)];
-  }
-
-  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
-                 absl::Span<const int32_t> positions) override {
-    ForwardingPolicy::BeginStep(stream, slots, positions);
-    if (finders_->selections != nullptr) finders_->selections->BeginStep(slots, positions);
-  }
-  void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
-    ForwardingPolicy::Append(stream, layer, params);
-    Mark(stream, layer);
-  }
-  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override {
-    ForwardingPolicy::AppendLatent(stream, layer, params);
-    if (!has_index_) Mark(stream, layer);
-  }
-  // Comes after AppendLatent, and is the layer's last cache.
-  void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
-    ForwardingPolicy::AppendIndex(stream, layer, params);
-    Mark(stream, layer);
-  }
-  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
-    ForwardingPolicy::Attend(stream, layer, params);
-    if (important_blocks_ > 0) {
-      finders_->blocks->Find(stream, layer, params, full_->LayerCache(layer), important_blocks_);
-    }
-  }
-
- private:
-  void Mark(Stream& stream, int layer) {
-    stream.Record(appended(static_cast<int>(buffer_), layer));
-  }
-
-  FullPolicy* const full_;
-  const HintFinders* const finders_;
-  const bool has_index_;
-  int32_t important_blocks_ = 0;
-  std::array<std::vector<std::unique_ptr<Event>>, BatchState::kDepth> events_;
-  size_t buffer_ = 0;
-};
 
 // Returns the bytes of tokens [begin, end) of one layer and cache kind, all heads, in the order of
 // a chunk's payload. Neighbours in memory are joined.
@@ -135,6 +63,7 @@ class PrefillerImpl : public Prefiller {
         clock_(clock),
         pool_(std::move(pool)),
         policy_(std::move(policy)),
+        prefixes_(options.prefix_cache ? PrefixCache::Create(pool_.get()) : nullptr),
         finders_(std::move(finders)),
         marking_(policy_.get(), &finders_, device, model->cache_layout()),
         batch_(std::move(batch)),
@@ -161,17 +90,23 @@ class PrefillerImpl : public Prefiller {
     if (cancelled()) return absl::CancelledError("the caller has gone");
     SLUICE_RETURN_IF_ERROR(sink.Begin());
     const absl::Time started = clock_->Now();
-    std::unique_ptr<SequenceCache> no_home;
-    SLUICE_CHECK(
-        policy_->Admit(kSlot, 0, static_cast<int64_t>(prompt.size()), Promise::kFirm, no_home));
+    const auto tokens = static_cast<int64_t>(prompt.size());
+    std::unique_ptr<SequenceCache> known = Known(prompt, sink.tenant());
+    const int64_t reused = known == nullptr ? 0 : known->shared_tokens();
+    SLUICE_CHECK(policy_->Admit(kSlot, reused, tokens, Promise::kFirm, known));
     policy_->WarmEvent(kSlot).Wait();
     batch_->Join(*stream_, kSlot, prompt, sampling, seeds_(), static_cast<int32_t>(prompt.size()),
                  StopIds(sampling, model_->config().eos_token_ids));
     absl::StatusOr<PrefillResult> result =
-        Compute(static_cast<int>(prompt.size()), sampling, want_first_token, sink, cancelled);
+        Compute(static_cast<int>(reused), static_cast<int>(tokens), sampling, want_first_token,
+                sink, cancelled);
     // This is needed after an error too, because what was launched still writes to the pages.
     batch_->joined(kSlot).Wait();
     for (int buffer = 0; buffer < BatchState::kDepth; ++buffer) batch_->event(buffer).Wait();
+    if (result.ok() && prefixes_ != nullptr && device_->Health().ok()) {
+      prefixes_->Publish(sink.tenant(), Shareable(prompt), PrefixCache::Readers::kNone,
+                         policy_->MutableResident(kSlot));
+    }
     policy_->Release(kSlot);
     if (finders_.selections != nullptr) finders_.selections->End(kSlot);
     if (!result.ok()) return result.status();
@@ -210,35 +145,68 @@ class PrefillerImpl : public Prefiller {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<PrefillResult> Compute(int tokens, const SamplingParams& sampling,
+  // Returns the tokens of a prompt that may be shared: its last rows are computed each time, for
+  // the first token and for hints.
+  absl::Span<const int32_t> Shareable(const std::vector<int32_t>& prompt) const {
+    const size_t rows = finders_.selections != nullptr ? PromptSelections::kPositions : 1;
+    return absl::MakeConstSpan(prompt).subspan(0, prompt.size() - std::min(prompt.size(), rows));
+  }
+
+  // Returns a cache that begins with what is known of the prompt; null if nothing is.
+  std::unique_ptr<SequenceCache> Known(const std::vector<int32_t>& prompt,
+                                       const std::string& tenant) {
+    if (prefixes_ == nullptr) return nullptr;
+    SharedPrefix prefix = prefixes_->Find(tenant, Shareable(prompt));
+    if (options_.metrics != nullptr) {
+      options_.metrics->prefix_queries.Add(static_cast<double>(prompt.size()));
+      options_.metrics->prefix_hits.Add(static_cast<double>(prefix.tokens()));
+      options_.metrics->tokens(TokenKind::kReused).Add(static_cast<double>(prefix.tokens()));
+    }
+    return prefix.empty() ? nullptr : prefixes_->NewSequence(std::move(prefix));
+  }
+
+  // Computes tokens [first, tokens) and sends all that the sink wants.
+  absl::StatusOr<PrefillResult> Compute(int first, int tokens, const SamplingParams& sampling,
                                         bool want_first_token, LayerSink& sink,
                                         const std::function<bool()>& cancelled)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    const int chunks = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
+    const int chunks = (tokens - first + chunk_tokens_ - 1) / chunk_tokens_;
     const int64_t hint_tokens = finders_.any() ? sink.hint_tokens() : 0;
     const int32_t blocks = finders_.blocks == nullptr ? 0 : HintedBlocks(hint_tokens, tokens);
     const bool keeps_selections = finders_.selections != nullptr && hint_tokens > 0;
     if (keeps_selections) SLUICE_CHECK(finders_.selections->Begin(kSlot));
     const auto launch = [&](int chunk) {
-      const int begin = chunk * chunk_tokens_;
-      const int count = std::min(chunk_tokens_, tokens - begin);
-      const bool sample = want_first_token && begin + count == tokens;
-      plan_.rows.assign(1, PlanRow{kSlot, begin, count, sample});
+      const int from = first + chunk * chunk_tokens_;
+      const int count = std::min(chunk_tokens_, tokens - from);
+      const bool sample = want_first_token && from + count == tokens;
+      plan_.rows.assign(1, PlanRow{kSlot, from, count, sample});
       plan_.row_count = count;
       plan_.decode_rows = 0;
       plan_.sample_count = sample ? 1 : 0;
       const int buffer = chunk % BatchState::kDepth;
       batch_->event(buffer).Wait();
-      policy_->Grow(kSlot, begin + count);
+      policy_->Grow(kSlot, from + count);
       marking_.SetBuffer(buffer);
-      marking_.SetImportantBlocks(begin + count == tokens ? blocks : 0);
+      marking_.SetImportantBlocks(from + count == tokens ? blocks : 0);
       batch_->Launch(*stream_, buffer, plan_, *model_, marking_);
     };
     launch(0);
+    // What is there already is sent while the first chunk is computed.
+    int begin = first;
+    if (prefixes_ != nullptr) {
+      const int64_t unit = prefixes_->unit_tokens();
+      begin = static_cast<int>(std::min<int64_t>(sink.cached_tokens() / unit * unit, first));
+    }
+    for (; begin < first; begin += chunk_tokens_) {
+      const int end = std::min(begin + chunk_tokens_, first);
+      SLUICE_RETURN_IF_ERROR(Push(begin, end, std::nullopt, sink, cancelled));
+    }
     for (int chunk = 0; chunk < chunks; ++chunk) {
       // The device gets the next chunk before this one is sent.
       if (chunk + 1 < chunks) launch(chunk + 1);
-      SLUICE_RETURN_IF_ERROR(Push(chunk, tokens, sink, cancelled));
+      begin = first + chunk * chunk_tokens_;
+      const int end = std::min(begin + chunk_tokens_, tokens);
+      SLUICE_RETURN_IF_ERROR(Push(begin, end, chunk % BatchState::kDepth, sink, cancelled));
     }
     const int last = (chunks - 1) % BatchState::kDepth;
     batch_->event(last).Wait();
@@ -269,15 +237,13 @@ class PrefillerImpl : public Prefiller {
          static_cast<int64_t>(kMaxHintUnits) / (int64_t{layout.layers} * kind.heads)}));
   }
 
-  // Sends the chunk layer by layer through pinned memory. The next layer is copied while this one
-  // is pushed.
-  absl::Status Push(int chunk, int tokens, LayerSink& sink,
+  // Sends tokens [begin, end) layer by layer through pinned memory. The next layer is copied while
+  // this one is pushed. `buffer` is that of the step that computes them; none: they are there.
+  absl::Status Push(int begin, int end, std::optional<int> buffer, LayerSink& sink,
                     const std::function<bool()>& cancelled) {
-    const int begin = chunk * chunk_tokens_;
-    const int end = std::min(begin + chunk_tokens_, tokens);
     const CacheLayout& layout = model_->cache_layout();
     for (int layer = 0; layer <= layout.layers; ++layer) {
-      if (layer < layout.layers) Stage(chunk, layer, begin, end);
+      if (layer < layout.layers) Stage(buffer, layer, begin, end);
       if (layer == 0) continue;
       absl::Status pushed = cancelled() ? absl::CancelledError("the caller has gone")
                                         : PushStaged(layer - 1, begin, end, sink);
@@ -290,7 +256,7 @@ class PrefillerImpl : public Prefiller {
   }
 
   // Enqueues the copy of a layer's part of the chunk, to run once the part is in the cache.
-  void Stage(int chunk, int layer, int begin, int end) {
+  void Stage(std::optional<int> buffer, int layer, int begin, int end) {
     Staging& staging = staging_[static_cast<size_t>(layer) % staging_.size()];
     staging.copies.clear();
     auto* target = staging.memory.as<uint8_t>();
@@ -300,7 +266,7 @@ class PrefillerImpl : public Prefiller {
         target += piece.size();
       }
     }
-    copy_stream_->WaitFor(marking_.appended(chunk % BatchState::kDepth, layer));
+    if (buffer.has_value()) copy_stream_->WaitFor(marking_.appended(*buffer, layer));
     copy_stream_->CopyBatch(staging.copies.data(), staging.copies.size());
     copy_stream_->Record(*staging.copied);
   }
@@ -325,6 +291,7 @@ class PrefillerImpl : public Prefiller {
   Clock* const clock_;
   const std::unique_ptr<PagePool> pool_;
   const std::unique_ptr<FullPolicy> policy_;
+  const std::shared_ptr<PrefixCache> prefixes_;  // null: prompts share nothing
   int chunk_tokens_ = 0;
   absl::Mutex mutex_;  // held for a whole prompt
   const HintFinders finders_;

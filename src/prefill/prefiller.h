@@ -3,12 +3,17 @@
 //
 // Run() computes a prompt in chunks and calls the sink with every layer of every chunk as soon as
 // its caches are computed, while the later layers are still being computed.
+//
+// The caches of earlier prompts stay in HBM for as long as nothing else needs the room. What a
+// prompt begins with that is there need not be computed: its layers go to the sink beside the first
+// chunk.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -22,6 +27,7 @@
 
 namespace sluice {
 
+class Metrics;
 class Model;
 
 // Takes one layer's caches of tokens [token_begin, token_end) of one cache kind, all heads, as the
@@ -33,6 +39,10 @@ class LayerSink {
   virtual ~LayerSink() = default;
   // Says that the prompt's turn has come; nothing is computed yet.
   virtual absl::Status Begin() = 0;
+  // Returns whose prompts this one may share blocks with.
+  virtual std::string tenant() const { return ""; }
+  // Returns, after Begin, the leading tokens whose layers nobody wants.
+  virtual int64_t cached_tokens() const { return 0; }
   virtual absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                              absl::Span<const absl::Span<const uint8_t>> pieces) = 0;
   // Returns, after Begin, the maximum tokens of a layer and KV head that hints may name. 0: hints
@@ -59,6 +69,8 @@ class Prefiller {
     uint64_t seed = 0;
     int64_t hbm_bytes = 0;
     bool hints = false;
+    bool prefix_cache = true;
+    const Metrics* metrics = nullptr;  // counts reused tokens; outlives the prefiller; may be null
   };
   static absl::StatusOr<std::unique_ptr<Prefiller>> Create(const Options& options, Device* device,
                                                            Model* model, Clock* clock);

@@ -53,12 +53,14 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   const int64_t block_bytes = model_->cache_layout().BytesFor(block);
   SetCacheConfig(static_cast<int64_t>(config_.hbm_bytes()) / block_bytes * block,
                  static_cast<int64_t>(config_.hold_bytes()) / block_bytes * block,
-                 /*prefix_cache=*/false);
+                 config_.prefix_cache());
   Prefiller::Options options;
   options.max_context = static_cast<uint32_t>(model_->max_context());
   options.chunk_tokens = chunk;
   options.seed = SeedOf(config_);
   options.hints = config_.hints();
+  options.prefix_cache = config_.prefix_cache();
+  options.metrics = &metrics_;
   options.hbm_bytes = static_cast<int64_t>(config_.hbm_bytes());
   SLUICE_ASSIGN_OR_RETURN(prefiller_,
                           Prefiller::Create(options, device_.get(), model_.get(), RealClock()));

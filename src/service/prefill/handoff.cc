@@ -54,6 +54,8 @@ class Handoff::Sink : public LayerSink {
                      absl::Span<const absl::Span<const uint8_t>> pieces) override {
     return pusher_->Layer(layer, kind, token_begin, token_end, pieces);
   }
+  std::string tenant() const override { return handoff_->options_.reserve.manifest().tenant(); }
+  int64_t cached_tokens() const override { return handoff_->cached_tokens_; }
   int64_t hint_tokens() const override { return handoff_->hint_tokens_; }
   bool wants_queries() const override { return handoff_->wants_queries_; }
   // Null before Begin.

@@ -144,6 +144,56 @@ class KeepingSink : public LayerSink {
   std::map<std::pair<int, std::string>, std::vector<float>> caches;
 };
 
+// Keeps what a decode node that has `cached` tokens is sent, and asks for a tenant's blocks.
+class ReusingSink : public KeepingSink {
+ public:
+  explicit ReusingSink(std::string of, int64_t cached = 0)
+      : tenant_(std::move(of)), cached_(cached) {}
+  std::string tenant() const override { return tenant_; }
+  int64_t cached_tokens() const override { return cached_; }
+  absl::Status Layer(int layer, const CacheKind& kind, int begin, int end,
+                     absl::Span<const absl::Span<const uint8_t>> pieces) override {
+    if (layer == 0) first = std::min(first, begin);
+    return KeepingSink::Layer(layer, kind, begin, end, pieces);
+  }
+  int first = 1 << 20;
+
+ private:
+  const std::string tenant_;
+  const int64_t cached_;
+};
+
+TEST_CASE("a prompt that begins as an earlier one gives the same caches, tokens and hints") {
+  for (const std::string name : {"tiny-llama", "tiny-deepseek-v32"}) {
+    INFO(name);
+    PrefillNode prefill(fixtures::ModelDir(name), 64, 32 << 20, 0, "auto", DType::kFloat32);
+    PrefillNode other(fixtures::ModelDir(name), 64, 32 << 20, 0, "auto", DType::kFloat32);
+    std::vector<int32_t> prompt;
+    for (int i = 0; i < 300; ++i) prompt.push_back((i * i + i * 7) % 90 + 3);
+    const auto run = [&](PrefillNode& node, ReusingSink&& sink) {
+      const auto result = node.prefiller->Run(prompt, Greedy(), true, sink, Never);
+      REQUIRE(result.ok());
+      return std::make_tuple(sink.caches, result->first_token->id, result->hints.entries.size(),
+                             sink.first);
+    };
+    const auto first = run(prefill, ReusingSink("a"));
+    CHECK(run(prefill, ReusingSink("a")) == first);
+    prompt.resize(250);
+    for (int i = 210; i < 250; ++i) prompt[static_cast<size_t>(i)] = i % 50 + 5;
+    CHECK(run(prefill, ReusingSink("a")) == run(other, ReusingSink("a")));
+    CHECK(run(prefill, ReusingSink("b")) == run(other, ReusingSink("b")));
+    // Nothing is sent of what the decode node has, in whole blocks; what it lacks is.
+    const auto [rest, token, hints, from] = run(prefill, ReusingSink("a", 96));
+    CHECK(from == 96);
+    const auto whole = run(other, ReusingSink("a", 0));
+    CHECK(token == std::get<1>(whole));
+    for (const auto& [key, values] : rest) {
+      const std::vector<float>& all = std::get<0>(whole).at(key);
+      REQUIRE(values.size() * 250 == all.size() * (250 - 96));
+    }
+  }
+}
+
 // Returns the relative L2 error of `columns` columns from `first` on, in rows of `stride`.
 double Error(const std::vector<float>& got, size_t stride, size_t first,
              const std::vector<uint16_t>& want, size_t columns) {

@@ -68,15 +68,20 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
       way_out = dram_->TryReserve(total);
       if (way_out.empty()) return false;
     }
-    Reservation reservation = hbm_->TryReserve(total, promise);
-    if (reservation.empty()) return false;
-    auto cache = std::make_unique<SequenceCache>(hbm_, std::move(reservation));
-    if (cache->EnsureTokens(context) == SequenceCache::Growth::kNoRoom) return false;
-    s.cache = std::move(cache);
+    if (home != nullptr && home->pool() == hbm_) {
+      if (!home->Extend(total)) return false;
+      s.cache = std::move(home);
+    } else {
+      Reservation reservation = hbm_->TryReserve(total, promise);
+      if (reservation.empty()) return false;
+      auto cache = std::make_unique<SequenceCache>(hbm_, std::move(reservation));
+      if (cache->EnsureTokens(context) == SequenceCache::Growth::kNoRoom) return false;
+      s.cache = std::move(cache);
+    }
     s.way_out = std::move(way_out);
     s.keep_home = keep;
     tables_->Begin(slot, *s.cache, &s.copies);
-    if (context > 0) {
+    if (home != nullptr && context > 0) {
       s.home = std::move(home);
       Copy(s, *s.home, *s.cache, context);
     }
@@ -197,6 +202,9 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     latents_->Observe(std::move(observer));
   }
 
+  SequenceCache& MutableResident(int slot) override {
+    return *slots_[static_cast<size_t>(slot)].cache;
+  }
   const SequenceCache& resident(int slot) const override {
     return *slots_[static_cast<size_t>(slot)].cache;
   }

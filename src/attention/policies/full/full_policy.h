@@ -13,10 +13,15 @@
 
 namespace sluice {
 
-// A full policy exposes where a sequence's caches are; a prefill node reads them there.
+// A full policy also admits a sequence whose host cache lies in HBM already, which then is its
+// cache: it begins with blocks that others share. A full policy exposes where a sequence's caches
+// are; a prefill node reads them there.
 class FullPolicy : public AttentionPolicy {
  public:
   virtual const SequenceCache& resident(int slot) const = 0;
+  // Returns the same, for whoever shares its blocks. REQUIRES: every step that has the slot is
+  // done.
+  virtual SequenceCache& MutableResident(int slot) = 0;
   // Returns a layer's caches by slot, for operators. REQUIRES: kv_attention() != nullptr.
   virtual kernels::PagedCache LayerCache(int layer) const = 0;
   // Makes `observer` see what every row selects from now on; null ends that. REQUIRES: an indexer.
