@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -152,11 +153,19 @@ class PrefillerImpl : public Prefiller {
     return absl::MakeConstSpan(prompt).subspan(0, prompt.size() - std::min(prompt.size(), rows));
   }
 
-  // Returns a cache that begins with what is known of the prompt; null if nothing is.
+  // Returns a cache that begins with what is known of the prompt; null if nothing is. It has whole
+  // chunks, so that the rest is computed in the same steps as without it: on some kernels the
+  // number of a step's rows shows in the last bits of its results.
   std::unique_ptr<SequenceCache> Known(const std::vector<int32_t>& prompt,
                                        const std::string& tenant) {
     if (prefixes_ == nullptr) return nullptr;
-    SharedPrefix prefix = prefixes_->Find(tenant, Shareable(prompt));
+    const auto chunk =
+        static_cast<size_t>(std::lcm<int64_t>(chunk_tokens_, prefixes_->unit_tokens()));
+    const absl::Span<const int32_t> wanted = Shareable(prompt);
+    SharedPrefix prefix = prefixes_->Find(tenant, wanted);
+    if (const auto known = static_cast<size_t>(prefix.tokens()); known % chunk != 0) {
+      prefix = prefixes_->Find(tenant, wanted.subspan(0, known / chunk * chunk));
+    }
     if (options_.metrics != nullptr) {
       options_.metrics->prefix_queries.Add(static_cast<double>(prompt.size()));
       options_.metrics->prefix_hits.Add(static_cast<double>(prefix.tokens()));

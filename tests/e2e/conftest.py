@@ -50,7 +50,9 @@ def pairs(tiny_models, start_shared):
         if name not in made:
             model = tiny_models(name)
             hbm = ["--hbm-bytes", "64MiB"]
-            made[name] = Pair(start_shared("sluice-server", model, *hbm, "--dram-bytes", "64MiB"),
+            # Tests hand the same prompts over again and again, and count what lands.
+            made[name] = Pair(start_shared("sluice-server", model, *hbm, "--dram-bytes", "64MiB",
+                                           "--prefix-cache=false"),
                               start_shared("sluice-prefill", model, *hbm))
         return made[name]
 
@@ -95,7 +97,7 @@ def smollm2_pair(smollm2_pairs):
 def small(tiny_models, start_shared):
     """A decode node of tiny-llama that is soon full: a token takes 1536 bytes, and HBM holds 2730 tokens."""
     return start_shared("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
-                 "--max-sequences", "4")
+                 "--max-sequences", "4", "--prefix-cache=false")
 
 
 @pytest.fixture(scope="session")

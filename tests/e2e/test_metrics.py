@@ -160,7 +160,7 @@ def name_twice(s):
 
 def poison(s):
     transfer = Transfer(s.node, s.golden)
-    part = transfer.parts()[0]
+    part = transfer.parts()[-1]  # no other sequence has the prompt's last block
     transfer.write(transfer.message(part))
     payload = bytearray(transfer.message(part).payload)
     payload[0] ^= 1
@@ -365,7 +365,7 @@ def test_endpoint_pickers_are_told_the_caches_and_that_there_are_no_adapters(sce
     labels, value = labels_of(scene.node, "vllm:cache_config_info")
     assert value == 1 and labels == {
         "block_size": "32", "num_gpu_blocks": str(pools["hbm"] // 6), "num_cpu_blocks": str(pools["dram"] // 6),
-        "cache_dtype": "bf16", "enable_prefix_caching": "False", "engine": "0"}
+        "cache_dtype": "bf16", "enable_prefix_caching": "True", "engine": "0"}
     assert labels["num_gpu_blocks"] == str((4 << 20) // (32 * 1536))
     labels, _ = labels_of(scene.prefill, "vllm:cache_config_info")
     assert (labels["block_size"], labels["num_gpu_blocks"]) == ("32", str((4 << 20) // (32 * 1536)))
@@ -373,6 +373,23 @@ def test_endpoint_pickers_are_told_the_caches_and_that_there_are_no_adapters(sce
         labels, value = labels_of(node, "vllm:lora_requests_info")
         assert labels == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
         assert abs(time.time() - value) < 3600
+
+
+def test_cached_prefixes_make_room(scene, moved):
+    tokens_of(scene.generate(committed(scene.node, scene.golden)))
+    before = wait_for(scene.node, lambda m: m.get("sluice_prefix_cache_tokens") > 0, 10 * SCALE)
+    held = []
+    for tokens in (1500, 1500, 1050):  # all of DRAM
+        held.append(Transfer(scene.node, scene.golden, reserve=False))
+        held[-1].request.manifest.prompt_token_ids[:] = [7] * tokens
+        held[-1].request.manifest.context_length = tokens
+        held[-1].reserve()
+    after = Scrape(scene.node)
+    assert after.get("sluice_prefix_cache_evicted_tokens_total") > before.get("sluice_prefix_cache_evicted_tokens_total")
+    assert after.get("sluice_prefix_cache_tokens") < before.get("sluice_prefix_cache_tokens")
+    for transfer in held:
+        transfer.abort()
+    moved |= after.moved_since(before)
 
 
 def test_exactly_the_names_of_the_header_are_exported_and_each_has_moved(scene, moved):

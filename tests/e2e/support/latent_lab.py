@@ -39,7 +39,8 @@ def nodes(tiny_models, start):
     def get(program, name, *flags):
         key = (program, name, *flags)
         if key not in made:
-            memory = MEMORY if program == "sluice-server" else [*MEMORY[:2], *MEMORY[-2:]]
+            # Recorded caches and computed ones of one prompt have other bits, so they are not mixed.
+            memory = [*MEMORY, "--prefix-cache=false"] if program == "sluice-server" else [*MEMORY[:2], *MEMORY[-2:]]
             made[key] = start(program, tiny_models(name), *memory, *flags)
         return made[key]
 
