@@ -84,6 +84,8 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     if (home != nullptr && context > 0) {
       s.home = std::move(home);
       Copy(s, *s.home, *s.cache, context);
+    } else {
+      copy_stream_->CopyBatch(s.copies.data(), s.copies.size());  // of page numbers alone
     }
     copy_stream_->Record(*s.warm);
     return true;
