@@ -98,7 +98,8 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
 
     def Reserve(self, request, context):
         self.manifest = request.manifest
-        return ingest_pb2.ReserveResponse(transfer_id="ab" * 16, max_chunk_bytes=self.chunk_bytes())
+        return ingest_pb2.ReserveResponse(transfer_id="ab" * 16, max_chunk_bytes=self.chunk_bytes(),
+                                          cached_tokens=self.cached_tokens)
 
     def chunk_bytes(self):
         return 2 * BLOCK * HEADS * self.kind.bytes_per_token  # Two blocks of all heads.
