@@ -38,6 +38,7 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
         self.committed = None
         self.aborted = None
         self.write_calls = 0
+        self.cached_tokens = 0  # leading tokens that Reserve says are here already
         self.damage = 0  # chunks that will still arrive damaged
         self.breaks = 0  # Write calls that will still break at their second chunk
         self.answer = [[5, 6], [7]]  # ids that Generate streams, a list for each message
@@ -139,7 +140,8 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
         return [ingest_pb2.BlockRange(layer=layer, kind="kv", head_begin=head, head_end=head + 1,
                                       token_begin=first, token_end=min(first + BLOCK, length))
                 for layer in range(LAYERS) for head in range(HEADS)
-                for first in range(0, length, BLOCK) if (layer, head, first) not in self.blocks]
+                for first in range(0, length, BLOCK)
+                if first >= self.cached_tokens and (layer, head, first) not in self.blocks]
 
     def Commit(self, request, context):
         missing = self._missing()

@@ -45,6 +45,16 @@ def test_blocks_land_in_the_home_layout(node, streams):
     assert node.aborted is None
 
 
+def test_what_the_node_has_is_not_sent(node):
+    node.cached_tokens = BLOCK
+    caches = arrays()
+    push(node, caches)
+    assert {first for _, _, first in node.blocks} == set(range(BLOCK, TOKENS, BLOCK))
+    for (layer, head, first), data in node.blocks.items():
+        assert data == b"".join(a[first:first + BLOCK, head].astype(ml_dtypes.bfloat16).tobytes()
+                                for a in caches[layer])
+
+
 def test_elements_become_the_nodes_type():
     for element, dtype, source in [(common_pb2.ELEMENT_TYPE_FLOAT32, np.float32, ml_dtypes.bfloat16),
                                    (common_pb2.ELEMENT_TYPE_BFLOAT16, ml_dtypes.bfloat16, np.float32)]:
