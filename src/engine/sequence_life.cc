@@ -113,8 +113,11 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
     sequence.cached =
         std::min(sequence.cached, std::max<int64_t>(sequence.prompt_length - rows, 0));
   }
-  SLUICE_CHECK(sequence.home == nullptr || sequence.cached >= sequence.home->shared_tokens(),
-               "blocks that others share are not written");
+  // Blocks that others share are not written. A next turn that wants more rows than the turn before
+  // left out does without the first of them.
+  if (sequence.home != nullptr) {
+    sequence.cached = std::max(sequence.cached, sequence.home->shared_tokens());
+  }
 }
 
 bool EngineImpl::Emit(Sequence& sequence, const OutputToken& token, bool exact, absl::Time now) {

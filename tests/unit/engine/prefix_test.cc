@@ -207,6 +207,26 @@ TEST_CASE("sequences of a kept one share its prompt, and its next turns write be
   }
 }
 
+TEST_CASE("a next turn computes again only what is its own") {
+  NodeOptions options = Options("ess, latent");
+  Node node(options);
+  options.prefix_cache = false;
+  Node without(options);
+  const std::vector<int32_t> prompt = Tokens(50, 6);
+  node.Generate(GreedyRequest(prompt, 10));
+  REQUIRE(node.Quiescent());
+  // All of it fits its pool, so that no row is computed again; the next turn does not.
+  Request kept = GreedyRequest(prompt, 10);
+  kept.keep = absl::Seconds(30);
+  const Generated one = node.Generate(kept);
+  CHECK(one.finish.reused_tokens == 48);
+  Request next = GreedyRequest(Tokens(2, 8), 60);
+  next.handoff.sequence_id = one.finish.sequence_id;
+  const Generated two = node.Generate(next);
+  CheckSame(two, without.Generate(GreedyRequest(Joined({prompt, one.ids, Tokens(2, 8)}), 60)));
+  CHECK(node.Quiescent());
+}
+
 TEST_CASE("preempted sequences come back with their shared blocks") {
   NodeOptions options = Options("full");
   options.max_sequences = 8;
