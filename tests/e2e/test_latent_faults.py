@@ -27,7 +27,9 @@ def served(tiny_models, start):
     def get(policy):
         key = tuple(policy)
         if key not in made:
-            made[key] = start("sluice-server", tiny_models(NAME), *MEMORY, *PACKED, *policy, "--allow-failpoints")
+            # Recorded caches and computed ones of one prompt have other bits, so they are not mixed.
+            made[key] = start("sluice-server", tiny_models(NAME), *MEMORY, *PACKED, *policy, "--allow-failpoints",
+                              "--prefix-cache=false")
         return made[key]
 
     return get

@@ -32,7 +32,7 @@ NodeOptions Options(const std::string& policy) {
   options.max_context = 512;
   options.max_sequences = 4;
   options.block_tokens = kBlock;
-  options.kv_dtype = DType::kFloat32;
+  options.kv_dtype = absl::StrContains(policy, "packed") ? DType::kFloat8E4M3 : DType::kFloat32;
   options.policy.dense_layers = 1;
   options.policy.budget_tokens = 1024;  // all of it: every policy is exact
   options.policy.worker_deadline = absl::Seconds(60);
@@ -87,8 +87,9 @@ void CheckSameBits(const Generated& got, const Generated& want) {
 }
 
 TEST_CASE("a prompt that begins as an earlier one gives what it gives without, on every policy") {
-  for (const std::string policy : {"full", "oracle", "scout", "recall", "hgca", "clo", "fluxion",
-                                   "fluxion, digests in DRAM", "full, latent", "ess, latent"}) {
+  for (const std::string policy :
+       {"full", "oracle", "scout", "recall", "hgca", "clo", "fluxion", "fluxion, digests in DRAM",
+        "full, latent", "ess, latent", "full, latent, packed", "ess, latent, packed"}) {
     INFO(policy);
     NodeOptions options = Options(policy);
     Node node(options);
@@ -114,7 +115,11 @@ TEST_CASE("a prompt that begins as an earlier one gives what it gives without, o
     const Generated three = After(node, ByTenant(turn, ""));
     // The answer's last token has no caches.
     CHECK(three.finish.reused_tokens == (150 + kOutput - 1) / kBlock * kBlock);
-    CheckSame(three, without.Generate(ByTenant(turn, "")));
+    // An answer's caches come from decode rows, which sum in another order than a prompt's; in
+    // eight bits that may show in a model of random weights.
+    if (!absl::StrContains(policy, "packed")) {
+      CheckSame(three, without.Generate(ByTenant(turn, "")));
+    }
 
     // The same prompt again: its last row at least is computed anew.
     const Generated again = After(node, ByTenant(system, ""));
