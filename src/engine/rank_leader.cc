@@ -75,7 +75,7 @@ bool RankLeader::MakeFirm(int) {
   SLUICE_CHECK(false, kNotShared);
   return false;
 }
-bool RankLeader::ReserveHostCopy(int, int64_t) { return false; }
+bool RankLeader::ReserveHostCopy(int, int64_t, SharedPrefix) { return false; }
 void RankLeader::Evict(int, int64_t) { SLUICE_CHECK(false, kNotShared); }
 std::unique_ptr<SequenceCache> RankLeader::DetachHostCache(int) {
   SLUICE_CHECK(false, kNotShared);

@@ -31,7 +31,7 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   bool Grow(int slot, int64_t tokens) override;
   void Release(int slot) override;
   bool MakeFirm(int slot) override;
-  bool ReserveHostCopy(int slot, int64_t tokens) override;
+  bool ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) override;
   void Evict(int slot, int64_t tokens) override;
   std::unique_ptr<SequenceCache> DetachHostCache(int slot) override;
 

@@ -90,6 +90,7 @@ absl::Status CheckRanks(Config* config) {
                                 config->local_prefill()));
   }
   if (config->overcommit() > 1) return Refused(*config, "do not preempt: set overcommit to 1");
+  config->set_prefix_cache(false);  // a prompt's first caches would be on rank 0 alone
   if (config->speculation() == "auto") config->set_speculation("none");
   if (DraftTokensOf(*config) > 0)
     return Refused(*config, "make no drafts: set speculation to none");

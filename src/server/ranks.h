@@ -26,7 +26,7 @@ int RanksOf(const Config& config);
 absl::Status ApplyWorkerSet(Config* config);
 
 // Returns INVALID_ARGUMENT, naming the setting, where several ranks cannot run so. Turns
-// speculation auto into none.
+// speculation auto into none, and prefix_cache off.
 absl::Status CheckRanks(Config* config);
 
 // Returns the ids of the rank's share of `cpus`, ascending; neighbours among ranks share a NUMA
