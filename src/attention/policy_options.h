@@ -215,8 +215,8 @@ struct PolicyOptions {
     // for the next step while this one goes on; 0: none.
     int prefetch = 0;
     bool prefetch_by_profile = false;  // True: DecideByProfile sets prefetch.
-    bool warm_up = true;  // false: pools begin empty
-    bool lru = true;      // false: every entry is fetched in every step
+    bool warm_up = true;               // false: pools begin empty
+    bool lru = true;                   // false: every entry is fetched in every step
     enum class Overlap { kNone, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
     // Multiprocessors that attention to resident entries leaves to the fetching. With 4 the link is

@@ -200,7 +200,7 @@ class PrefillerImpl : public Prefiller {
       batch_->Launch(*stream_, buffer, plan_, *model_, marking_);
     };
     launch(0);
-    // What is there already is sent while the first chunk is computed.
+    // Caches that are there already are sent while the first chunk is computed.
     int begin = first;
     if (prefixes_ != nullptr) {
       const int64_t unit = prefixes_->unit_tokens();

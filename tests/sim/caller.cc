@@ -364,8 +364,8 @@ absl::Time Caller::Due() const {
 
 void Caller::CheckAfterTurn(absl::Time start) {
   if (!alive()) return;
-  // A turn that waits for the device, as a warm-up may, lets requests come meanwhile: they are added
-  // by the next one.
+  // A turn that waits for the device, as a warm-up may, lets requests come meanwhile: they are
+  // added by the next one.
   if (!added_at_.has_value() && submitted_at_ <= start) added_at_ = start;
   // The engine had its chance to see the free space, even if the sequence is preempted and was not
   // asked.

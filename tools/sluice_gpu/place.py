@@ -39,7 +39,7 @@ class Place:
     def program_environment(self) -> dict[str, str]:
         """Returns the environment of Sluice's programs, which refuse variables SLUICE_... that are no settings."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")}
-        # What is carried or found comes last, so that the machine's own (CUDA's) is found first.
+        # Libraries that are carried or found come last, so that the machine's own (CUDA's) is found first.
         added = nccl_folders() + ([str(self.lib)] if self.lib.is_dir() else [])
         if added:
             paths = [p for p in env.get("LD_LIBRARY_PATH", "").split(":") if p]

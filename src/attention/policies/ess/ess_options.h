@@ -10,9 +10,9 @@
 
 namespace sluice {
 
-// Decides divide_places and prefetch where they are left to the profile. Places are divided if their
-// number is set and the profile has curves for it. Entries are fetched ahead, a quarter of what a
-// row selects, if the profile has misses of this model and no row is a draft's.
+// Decides divide_places and prefetch where they are left to the profile. Places are divided if
+// their number is set and the profile has curves for it. Entries are fetched ahead, a quarter of
+// what a row selects, if the profile has misses of this model and no row is a draft's.
 void DecideEssByProfile(int layers, PolicyOptions* options);
 
 // FAILED_PRECONDITION: the model has no latent caches with an indexer. UNIMPLEMENTED: the device
