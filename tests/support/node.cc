@@ -114,7 +114,7 @@ Node::Node(const NodeOptions& o) {
   transfers.max_lease = o.max_lease;
   transfers.hint_tokens = policy_->hint_tokens();
   transfers.hint_queries = policy_->hint_queries();
-  transfers.prefix_cache = o.prefix_cache;
+  transfers.prefix_cache = o.prefix_cache && o.ranks == nullptr;  // as CheckRanks has it
   transfers.last_rows = [this](int64_t total) { return policy_->last_rows_wanted(total); };
   transfers.footprint = [this](int64_t context, int64_t total) {
     return policy_->FootprintOf(context, total);

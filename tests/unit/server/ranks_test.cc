@@ -52,5 +52,19 @@ TEST_CASE("ranks divide the host's memory") {
   CHECK(found.host.available_bytes == 500);
 }
 
+TEST_CASE("ranks share no prefixes and draft nothing where that is left to them") {
+  Config config = DefaultConfig();
+  config.set_model("m");
+  config.set_speculation("auto");
+  REQUIRE(CheckRanks(&config).ok());
+  CHECK(config.prefix_cache());
+  config.set_tensor_parallel(2);
+  config.set_leader("localhost:7100");
+  config.set_local_prefill("always");
+  CHECK(CheckRanks(&config).ToString() == "OK");
+  CHECK(!config.prefix_cache());
+  CHECK(config.speculation() == "none");
+}
+
 }  // namespace
 }  // namespace sluice
