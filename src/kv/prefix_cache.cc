@@ -16,8 +16,9 @@ int64_t UnitOf(const CacheLayout& layout) {
 }
 
 // Cuts what is behind the first `count` entries off and returns it.
-std::vector<int32_t> CutOff(std::vector<int32_t>* list, int64_t count) {
-  std::vector<int32_t> rest(list->begin() + count, list->end());
+template <typename T>
+std::vector<T> CutOff(std::vector<T>* list, int64_t count) {
+  std::vector<T> rest(list->begin() + count, list->end());
   list->resize(static_cast<size_t>(count));
   return rest;
 }
@@ -105,6 +106,11 @@ PrefixNode* PrefixCache::Split(PrefixNode* node, int64_t units) {
     std::vector<int32_t> pages = CutOff(&node->pages[i], units * blocks_[i % kinds_]);
     front->pages.push_back(std::exchange(node->pages[i], std::move(pages)));
   }
+  if (!node->hashes.empty()) {
+    std::vector<uint64_t> hashes = CutOff(&node->hashes, units);
+    front->hashes = std::exchange(node->hashes, std::move(hashes));
+  }
+  front->announced = node->announced;
   node->parent = front;
   front->children.emplace(UnitAt(node->tokens, 0), std::move(behind));
   ++statistics_.nodes;
@@ -181,8 +187,8 @@ void PrefixCache::Exchange(int64_t begin, Place last, SequenceCache& sequence) {
   SLUICE_CHECK(end == begin, "a share ends where a node does");
 }
 
-PrefixNode* PrefixCache::Hang(Place at, absl::Span<const int32_t> tokens, int64_t end,
-                              SequenceCache& sequence, uint64_t proof) {
+PrefixNode* PrefixCache::Hang(const std::string& tenant, Place at, absl::Span<const int32_t> tokens,
+                              int64_t end, SequenceCache& sequence, uint64_t proof) {
   auto made = std::make_unique<PrefixNode>();
   PrefixNode* const node = made.get();
   node->parent = at.node;
@@ -201,6 +207,8 @@ PrefixNode* PrefixCache::Hang(Place at, absl::Span<const int32_t> tokens, int64_
   statistics_.tokens += std::ssize(node->tokens);
   statistics_.idle_tokens += std::ssize(node->tokens);
   ++statistics_.nodes;
+  Name(tenant, node);
+  Announce(node);
   return node;
 }
 
@@ -226,7 +234,7 @@ void PrefixCache::Publish(const std::string& tenant, absl::Span<const int32_t> t
     Exchange(begin.units, at, sequence);
   }
   if (at.units < end && ChildAt(at, tokens) == nullptr) {  // else another waits for its proof
-    at = {Hang(at, tokens, end, sequence, proof), end};
+    at = {Hang(tenant, at, tokens, end, sequence, proof), end};
   }
   if (at.node == above) return;
   Use(at.node, above);
@@ -244,7 +252,10 @@ void PrefixCache::Prove(const std::string& tenant, absl::Span<const int32_t> tok
   while ((at.units + 1) * unit_ <= std::ssize(tokens)) {
     PrefixNode* const child = ChildAt(at, tokens);
     if (child == nullptr) return;
-    if (child->proof == proof) child->proof = 0;
+    if (child->proof == proof) {
+      child->proof = 0;
+      Announce(child);
+    }
     const Place next = Follow(at, tokens, at.units + UnitsOf(*child));
     if (next.node == at.node) return;  // it waits for another proof
     at = next;
@@ -258,6 +269,7 @@ void PrefixCache::Forget(const std::string& tenant, absl::Span<const int32_t> to
   // The first node goes with all behind it: whoever has one of them reads all before it, too.
   const auto edge = root->second->children.find(UnitAt(tokens, 0));
   if (edge == root->second->children.end()) return;
+  Retract(edge->second.get());
   auto lost = std::make_unique<PrefixNode>();
   edge->second->parent = lost.get();
   lost->children.emplace(edge->first, std::move(edge->second));
@@ -295,6 +307,8 @@ void PrefixCache::Drop(PrefixNode* node, int64_t units) {
     pool_->SetIdle(kind, pages, false);
     pool_->GiveUp(owned_, kind, pages);
   }
+  const std::vector<uint64_t> gone = CutOff(&node->hashes, node->hashes.empty() ? 0 : kept);
+  if (node->announced && observer_ != nullptr) observer_->OnRemoved(gone);
   const int64_t tokens = units * unit_;
   statistics_.tokens -= tokens;
   statistics_.idle_tokens -= tokens;

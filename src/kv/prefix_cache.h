@@ -10,6 +10,8 @@
 // are final, and writes behind them. The pages of blocks that no sequence has are idle in the pool
 // (PagePool::SetIdle), and go, those used longest ago first, when a promise lacks their room.
 //
+// An observer may be told what others find here (src/kv/prefix_events.h).
+//
 // Thread-safe. Its lock is taken before the pool's, never while the pool's is held.
 #pragma once
 
@@ -23,9 +25,11 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/prefix_events.h"
 #include "src/kv/shared_prefix.h"
 
 namespace sluice {
@@ -38,10 +42,12 @@ struct PrefixNode {
   std::vector<int32_t> tokens;              // a multiple of the unit
   std::vector<std::vector<int32_t>> pages;  // [layer][kind]
   absl::flat_hash_map<std::vector<int32_t>, std::unique_ptr<PrefixNode>> children;  // by first unit
-  int64_t users = 0;      // shares that end here or further down; 0: the pages are idle
-  uint64_t last_use = 0;  // a number that grows with every use
-  uint64_t proof = 0;     // not 0: nobody finds it before Prove is called with this number
-  std::string tenant;     // of a root
+  int64_t users = 0;             // shares that end here or further down; 0: the pages are idle
+  uint64_t last_use = 0;         // a number that grows with every use
+  uint64_t proof = 0;            // not 0: nobody finds it before Prove is called with this number
+  std::string tenant;            // of a root
+  std::vector<uint64_t> hashes;  // of each unit; none without an observer
+  bool announced = false;        // the observer was told of it
 };
 
 class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
@@ -53,6 +59,14 @@ class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
 
   // Returns the tokens of the smallest part that is shared.
   int64_t unit_tokens() const { return unit_; }
+
+  // The observer is told from now on what others find, and no longer find. It outlives the cache,
+  // or is set to null before it ends; then it is called no more. REQUIRES: nothing was published
+  // yet, unless it is null.
+  void SetObserver(PrefixObserver* observer, const std::string& model);
+  // Calls `first` and tells the observer of all that others find here, before anybody publishes or
+  // drops more. REQUIRES: SetObserver was called.
+  void AnnounceAll(absl::FunctionRef<void()> first, PrefixObserver* observer) const;
 
   // Returns a share of the longest known prefix of `tokens`, in whole units; empty if none is
   // known.
@@ -107,8 +121,9 @@ class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
   // old one stay there.
   PrefixNode* Split(PrefixNode* node, int64_t units) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Hangs the sequence's own blocks [at.units, end) into the tree, with their pages and promise.
-  PrefixNode* Hang(Place at, absl::Span<const int32_t> tokens, int64_t end, SequenceCache& sequence,
-                   uint64_t proof) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  PrefixNode* Hang(const std::string& tenant, Place at, absl::Span<const int32_t> tokens,
+                   int64_t end, SequenceCache& sequence, uint64_t proof)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Puts the tree's blocks of the path in the place of the sequence's own, from unit `begin` to the
   // end of `last`.
   void Exchange(int64_t begin, Place last, SequenceCache& sequence)
@@ -125,6 +140,15 @@ class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
   bool Reclaim(PagePool::PagesByKind lacking);
   // Drops the last `units` units of a node, and the node with the last of them.
   void Drop(PrefixNode* node, int64_t units) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Gives a new node its hashes, if there is an observer.
+  void Name(const std::string& tenant, PrefixNode* node) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether a Find may reach the node: it was not forgotten.
+  bool IsAttached(const PrefixNode& node) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Tells the observer of a node, and of those behind it that waited for it, if others find them.
+  void Announce(PrefixNode* node) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Tells the observer that a node went with all behind it.
+  void Retract(PrefixNode* top) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int64_t UnitsOf(const PrefixNode& node) const { return std::ssize(node.tokens) / unit_; }
   std::vector<int32_t> UnitAt(absl::Span<const int32_t> tokens, int64_t unit) const;
 
@@ -141,6 +165,8 @@ class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
   Reservation owned_ ABSL_GUARDED_BY(mutex_);  // the promise of all pages in the trees
   uint64_t uses_ ABSL_GUARDED_BY(mutex_) = 0;
   Statistics statistics_ ABSL_GUARDED_BY(mutex_);
+  PrefixObserver* observer_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::string model_ ABSL_GUARDED_BY(mutex_);  // in the hashes that name blocks
 };
 
 }  // namespace sluice

@@ -68,6 +68,18 @@ inline constexpr Metric kSpansDropped{
     "Spans that were dropped because too many waited for the collector (full), or because it "
     "refused them or could not be reached for long (failed)",
     "reason"};
+inline constexpr Metric kKvEventBatches{"sluice_kv_event_batches_total", Type::kCounter,
+                                        "Batches of KV events that were published", ""};
+inline constexpr Metric kKvEventsDropped{
+    "sluice_kv_events_dropped_total", Type::kCounter,
+    "KV events that were dropped because too many waited to be published; subscribers are then "
+    "told all blocks anew",
+    ""};
+inline constexpr Metric kKvEventsBegunAnew{
+    "sluice_kv_events_begun_anew_total", Type::kCounter,
+    "Times that subscribers were told AllBlocksCleared and all blocks anew: at the start, and when "
+    "events were dropped",
+    ""};
 inline constexpr Metric kPreemptions{
     "sluice_preemptions_total", Type::kCounter,
     "Running sequences that were moved to the host KV cache to make room for others", ""};

@@ -220,6 +220,9 @@ class Metrics {
   const Counter dropped_drafts;
   const Counter malformed_trace_headers;
   const Counter spans_exported;
+  const Counter kv_event_batches;
+  const Counter kv_events_dropped;
+  const Counter kv_events_begun_anew;
   const Counter preemptions;
   const Histogram preempted_seconds;
   const Histogram step_sequences;

@@ -19,6 +19,7 @@
 #include "src/kv/selection_hints.h"
 #include "src/server/auto_policy.h"
 #include "src/server/decode_metrics.h"
+#include "src/server/events.h"
 #include "src/server/model_setup.h"
 #include "src/server/plan.h"
 #include "src/server/program.h"
@@ -61,6 +62,7 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   SLUICE_RETURN_IF_ERROR(CheckRanks(&config_));
   SLUICE_RETURN_IF_ERROR(CheckSpeculation(config_));
   SLUICE_RETURN_IF_ERROR(ResolveSpeculation(&config_));
+  SLUICE_ASSIGN_OR_RETURN(events_, NewEventPublisher(config_, &metrics_));
   const StepRows step = StepRowsOf(config_);
   SLUICE_RETURN_IF_ERROR(LoadModel(step.rows, step.logits));
   SLUICE_ASSIGN_OR_RETURN(token_bytes_, LoadTokenBytes(config_));
@@ -142,6 +144,7 @@ absl::Status DecodeNode::MakeTransfers() {
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
+  if (events_ != nullptr) events_->Follow(transfers_->prefixes(), model_->fingerprint());
   channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls),
                                          PeerMessageBytes(config_.max_chunk_bytes(), *policy_));
   absl::StatusOr<AddressList> sources = AddressList::Parse(config_.pull_from());

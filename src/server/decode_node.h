@@ -26,6 +26,7 @@
 #include "src/server/signals.h"
 #include "src/service/access/tenant_gate.h"
 #include "src/service/admin/drain_control.h"
+#include "src/service/events/event_publisher.h"
 #include "src/service/generate/call_pump.h"
 #include "src/service/grpc/channels.h"
 #include "src/service/pull/puller.h"
@@ -68,6 +69,7 @@ class DecodeNode : public Node {
   std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<RankLeader> leader_;  // null: the node has one rank
   std::unique_ptr<TransferTable> transfers_;
+  std::unique_ptr<EventPublisher> events_;  // null: nothing is published
   std::unique_ptr<Channels> channels_;
   std::unique_ptr<Puller> puller_;
   std::unique_ptr<StepRecorder> recorder_;  // null: trace_steps is 0

@@ -1,0 +1,205 @@
+// Tests what a prefix cache tells its observer: by hand, and against what Find says while random
+// sequences publish, prove, forget and drop blocks.
+#include "src/kv/prefix_events.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "src/base/rng.h"
+#include "src/kv/prefix_cache.h"
+#include "src/kv/sequence_cache.h"
+#include "tests/unit/kv/kv_support.h"
+
+namespace sluice {
+namespace {
+
+using Readers = PrefixCache::Readers;
+constexpr int64_t kUnit = 8;  // blocks of 4 and of 8 tokens
+
+// A router: it believes what it is told, and checks that it makes sense.
+class Router final : public PrefixObserver {
+ public:
+  void OnStored(std::optional<uint64_t> parent, absl::Span<const int32_t> tokens,
+                absl::Span<const uint64_t> hashes) override {
+    REQUIRE(tokens.size() == hashes.size() * kUnit);
+    for (const uint64_t hash : hashes) {
+      if (parent.has_value()) CHECK(known.contains(*parent));
+      CHECK(known.emplace(hash, parent).second);
+      parent = hash;
+    }
+    ++stored;
+  }
+  void OnRemoved(absl::Span<const uint64_t> hashes) override {
+    CHECK(!hashes.empty());
+    for (const uint64_t hash : hashes) CHECK(known.erase(hash) == 1);
+    ++removed;
+  }
+
+  std::map<uint64_t, std::optional<uint64_t>> known;  // with their parents
+  int stored = 0, removed = 0;
+};
+
+struct World {
+  explicit World(int64_t units) {
+    const CacheLayout layout = TwoKinds();
+    pool = MakePool("dram", layout, static_cast<size_t>(layout.BytesFor(kUnit) * units) + 8292);
+    cache = PrefixCache::Create(pool.get());
+    cache->SetObserver(&router, "model");
+  }
+  ~World() { cache->SetObserver(nullptr, ""); }
+
+  std::unique_ptr<SequenceCache> Begin(const std::string& tenant,
+                                       const std::vector<int32_t>& tokens) {
+    SharedPrefix prefix = cache->Find(tenant, tokens);
+    Reservation rest = pool->TryReserve(std::ssize(tokens) - prefix.tokens());
+    if (rest.empty()) return nullptr;
+    auto made = std::make_unique<SequenceCache>(pool.get(), std::move(rest), std::move(prefix));
+    made->EnsureTokens(std::ssize(tokens));
+    return made;
+  }
+  void Run(const std::string& tenant, const std::vector<int32_t>& tokens) {
+    auto sequence = Begin(tenant, tokens);
+    REQUIRE(sequence != nullptr);
+    cache->Publish(tenant, tokens, Readers::kNone, *sequence);
+  }
+  // Checks that the router knows the prompt's blocks just as far as a sequence finds them.
+  void CheckKnown(const std::string& tenant, const std::vector<int32_t>& tokens) {
+    const int64_t units = cache->Find(tenant, tokens).tokens() / kUnit;
+    const std::vector<uint64_t> hashes = HashesOf(tenant, tokens);
+    int64_t known = 0;
+    for (const uint64_t hash : hashes) known += router.known.contains(hash) ? 1 : 0;
+    CHECK(known == units);
+  }
+  static std::vector<uint64_t> HashesOf(const std::string& tenant, std::vector<int32_t> tokens) {
+    tokens.resize(tokens.size() / kUnit * kUnit);
+    return PrefixHashes(PrefixSeed("model", tenant), tokens, kUnit);
+  }
+
+  Router router;
+  std::unique_ptr<PagePool> pool;
+  std::shared_ptr<PrefixCache> cache;
+};
+
+std::vector<int32_t> Tokens(int64_t count, int32_t first = 0) {
+  std::vector<int32_t> tokens;
+  for (int64_t i = 0; i < count; ++i) tokens.push_back(first + static_cast<int32_t>(i));
+  return tokens;
+}
+
+}  // namespace
+
+TEST_CASE("An observer is told of blocks with their tokens, parents and hashes") {
+  World w(100);
+  w.Run("alice", Tokens(20));
+  const std::vector<uint64_t> hashes = World::HashesOf("alice", Tokens(40));
+  using Known = std::map<uint64_t, std::optional<uint64_t>>;
+  CHECK(w.router.known == Known{{hashes[0], std::nullopt}, {hashes[1], hashes[0]}});
+  w.Run("alice", Tokens(40));
+  CHECK(w.router.known.size() == 5);
+  CHECK(w.router.known.at(hashes[4]) == hashes[3]);
+  CHECK(w.router.known.at(hashes[2]) == hashes[1]);
+  w.Run("alice", Tokens(40));  // it leaves nothing new
+  CHECK(w.router.stored == 2);
+  w.Run("bob", Tokens(40));
+  CHECK(w.router.known.size() == 10);  // other names for the same tokens
+  CHECK(w.router.removed == 0);
+}
+
+TEST_CASE("The names of blocks do not change between builds and tell models and tenants apart") {
+  const std::vector<int32_t> tokens = Tokens(8);
+  const uint64_t hash = PrefixHashes(PrefixSeed("model", "alice"), tokens, 8)[0];
+  CHECK(hash == PrefixHashes(PrefixSeed("model", "alice"), tokens, 4)[1]);
+  CHECK(hash != PrefixHashes(PrefixSeed("model", "bob"), tokens, 8)[0]);
+  CHECK(PrefixSeed("model", "alice") != PrefixSeed("modela", "lice"));
+  CHECK(PrefixHashes(1, std::vector<int32_t>{2}, 1)[0] == SplitMix64(3)());
+}
+
+TEST_CASE("An observer is told of unproven blocks when they are proven, and of forgotten ones") {
+  World w(100);
+  auto sequence = w.Begin("a", Tokens(32));
+  w.cache->Publish("a", Tokens(16), Readers::kSome, *sequence, 7);
+  w.cache->Publish("a", Tokens(32), Readers::kSome, *sequence);  // behind what is not proven
+  CHECK(w.router.known.empty());
+  w.cache->Prove("a", Tokens(16), 7);
+  CHECK(w.router.known.size() == 4);
+  w.Run("a", Tokens(48));
+  w.cache->Forget("a", Tokens(9));
+  CHECK(w.router.known.empty());
+  // What it publishes behind forgotten blocks is found by nobody.
+  auto later = w.Begin("a", Tokens(24));
+  sequence->EnsureTokens(32);
+  w.cache->Publish("a", Tokens(24), Readers::kNone, *later);
+  CHECK(w.router.known.size() == 3);
+}
+
+TEST_CASE("All that a cache has is told anew, as a router that missed nothing knows it") {
+  World w(100);
+  w.Run("a", Tokens(64));
+  w.Run("a", Tokens(24, 100));
+  std::vector<int32_t> fork = Tokens(16);
+  fork.resize(40, 9);
+  w.Run("a", fork);
+  w.Run("b", fork);
+  auto unproven = w.Begin("a", Tokens(8, 200));
+  w.cache->Publish("a", Tokens(8, 200), Readers::kSome, *unproven, 3);
+  Router late;
+  bool first = false;
+  w.cache->AnnounceAll([&] { first = late.known.empty(); }, &late);
+  CHECK(first);
+  CHECK(late.known == w.router.known);
+}
+
+TEST_CASE("A router knows at all times what sequences find") {
+  const uint64_t seed = GENERATE(range(1, 41));
+  SplitMix64 random(seed);
+  World w(60);
+  std::vector<std::pair<std::string, std::vector<int32_t>>> prompts;
+  struct Running {
+    size_t prompt = 0;
+    uint64_t proof = 0;
+    std::unique_ptr<SequenceCache> cache;
+  };
+  std::vector<Running> running;
+  for (uint64_t step = 1; step <= 200; ++step) {
+    if (prompts.size() < 3 || random() % 4 == 0) {
+      std::vector<int32_t> tokens;
+      if (!prompts.empty()) {
+        tokens = prompts[random() % prompts.size()].second;
+        tokens.resize(random() % (tokens.size() + 1));
+      }
+      while (tokens.size() < 90 && random() % 30 != 0) {
+        tokens.push_back(static_cast<int32_t>(random() % 2));
+      }
+      prompts.emplace_back(random() % 2 == 0 ? "a" : "b", std::move(tokens));
+    }
+    const size_t prompt = random() % prompts.size();
+    const auto& [tenant, tokens] = prompts[prompt];
+    const uint64_t proof = random() % 2 == 0 ? step : 0;
+    if (auto made = w.Begin(tenant, tokens); made != nullptr) {
+      const size_t part = random() % (tokens.size() + 1);
+      w.cache->Publish(tenant, absl::MakeSpan(tokens).first(part),
+                       random() % 2 == 0 ? Readers::kSome : Readers::kNone, *made, proof);
+      running.push_back({prompt, proof, std::move(made)});
+    }
+    while (!running.empty() && (running.size() > 3 || random() % 2 == 0)) {
+      const size_t at = random() % running.size();
+      const auto& [of, ends] = prompts[running[at].prompt];
+      if (running[at].proof != 0 && random() % 4 != 0) {
+        w.cache->Prove(of, ends, running[at].proof);
+      }
+      if (random() % 4 == 0) w.cache->Publish(of, ends, Readers::kNone, *running[at].cache);
+      if (random() % 16 == 0) w.cache->Forget(of, ends);
+      running.erase(running.begin() + static_cast<ptrdiff_t>(at));
+    }
+    for (const auto& [of, all] : prompts) w.CheckKnown(of, all);
+  }
+  running.clear();
+  CHECK(w.router.removed > 0);
+}
+
+}  // namespace sluice
