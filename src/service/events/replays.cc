@@ -58,7 +58,14 @@ void Replays::TakeRequests() {
     // A request of another form gets the end marker alone.
     const bool good = frames.size() == 3 && frames[1].size() == 0 && frames[2].size() == 8;
     client.next = good ? DecodeSequence(frames[2]) : next_sequence_;
-    clients_.push_back(std::move(client));
+    const auto known = std::find_if(clients_.begin(), clients_.end(),
+                                    [&](const Client& other) { return other.id == client.id; });
+    if (known == clients_.end()) {
+      clients_.push_back(std::move(client));
+      continue;
+    }
+    known->next = client.next;
+    known->end = client.end;
   }
 }
 

@@ -2,7 +2,8 @@
 //
 // A request is a sequence number. It is answered with all kept batches from that on, and an end
 // marker. A client that does not read is sent no more than its connection takes; when it took
-// nothing for a while it gets nothing more. One thread at a time.
+// nothing for a while it gets nothing more. A client's new request takes the place of one whose
+// answer is under way. One thread at a time.
 #pragma once
 
 #include <cstddef>
