@@ -147,7 +147,7 @@ def test_a_router_may_be_called_instead(start, model):
     router.socket.bind(f"tcp://127.0.0.1:{port}")
     node = start("sluice-server", model, *NODE, "--dram-bytes", "16MiB", "--kv-events-endpoint",
                  f"tcp://127.0.0.1:{port}")
-    time.sleep(0.5 * SCALE)
+    router.read(lambda r: False, 0.5)  # a socket that is called subscribes when it is read
     tokens_of(node.decode.Generate(decode_pb2.GenerateRequest(
         prompt_token_ids=ids(100, 4), sampling=greedy(max_tokens=1)), timeout=TIMEOUT_S))
     assert router.read(lambda r: len(r.blocks) == 3)

@@ -80,6 +80,7 @@ class Subscriber:
         assert not self.batches or sequence == self.batches[-1][0] + 1
         self.batches.append((sequence, payload))
         batch = self.decoder.decode(payload)
+        assert msgspec.msgpack.encode(batch) == payload  # byte for byte as vLLM would have written it
         assert abs(batch.ts - time.time()) < 3600 and batch.data_parallel_rank == 0
         for event in batch.events:
             match type(event).__name__:
