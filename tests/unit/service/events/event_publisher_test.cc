@@ -2,10 +2,14 @@
 // subscribers that read, that come late and that hang.
 #include "src/service/events/event_publisher.h"
 
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
 #include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,7 +18,9 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "src/base/rng.h"
 #include "src/kv/sequence_cache.h"
 #include "src/metrics/metrics.h"
 #include "src/service/events/event_queue.h"
@@ -45,7 +51,7 @@ std::string TextHex(const std::string& text) {
                       absl::BytesToHexString(text));
 }
 
-// A socket file of its own, and a cache that may be published.
+// A socket file of its own, or Options::endpoint, and a cache that may be published.
 struct World {
   explicit World(EventPublisher::Options options = {}) {
     const CacheLayout layout = TwoKinds();
@@ -53,11 +59,16 @@ struct World {
     cache = PrefixCache::Create(pool.get());
     static int worlds = 0;
     base = absl::StrCat("ipc:///tmp/sluice-events-", getpid(), "-", ++worlds);
-    options.endpoint = base;
-    options.replay_endpoint = base + "-replay";
+    const bool tcp = !options.endpoint.empty();
+    if (!tcp) {
+      options.endpoint = base;
+      options.replay_endpoint = base + "-replay";
+    }
     options.topic = "kv";
     options.metrics = &metrics;
     publisher = OrFail(EventPublisher::Create(std::move(options)));
+    const std::string bound = publisher->endpoint();
+    if (tcp) base = "tcp://127.0.0.1" + bound.substr(bound.rfind(':'));
   }
   zmq::socket_t Subscribe(int rcvhwm = 0) {
     zmq::socket_t socket(context, zmq::socket_type::sub);
@@ -94,6 +105,41 @@ struct World {
   zmq::context_t context;
   std::unique_ptr<EventPublisher> publisher;
 };
+
+// Returns a connected socket that has subscribed, by ZMTP 3.0, and reads nothing.
+int RawSubscriber(const std::string& endpoint) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port =
+      htons(static_cast<uint16_t>(std::stoi(endpoint.substr(endpoint.rfind(':') + 1))));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  REQUIRE(connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+  std::string greeting("\xff\0\0\0\0\0\0\0\0\x7f\x03\0NULL", 16);
+  greeting.resize(64);
+  const std::string ready("\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB", 27);
+  const std::string subscribe("\0\x03\x01kv", 5);
+  const std::string hello = greeting + ready;
+  REQUIRE(write(fd, hello.data(), hello.size()) == std::ssize(hello));
+  // The other side's greeting and READY, before which it wants no messages.
+  std::string answer(66, '\0');
+  REQUIRE(recv(fd, answer.data(), 66, MSG_WAITALL) == 66);
+  const auto rest = static_cast<size_t>(answer[65]);
+  REQUIRE(recv(fd, answer.data(), rest, MSG_WAITALL) == static_cast<ssize_t>(rest));
+  REQUIRE(write(fd, subscribe.data(), subscribe.size()) == std::ssize(subscribe));
+  return fd;
+}
+
+// Whether the other end of this socket is connected yet. It is closed without a word to this one.
+bool IsConnected(int fd) {
+  sockaddr_in own{};
+  socklen_t bytes = sizeof(own);
+  REQUIRE(getsockname(fd, reinterpret_cast<sockaddr*>(&own), &bytes) == 0);
+  const std::string peer = absl::StrFormat(":%04X 01", ntohs(own.sin_port));  // 01: established
+  std::ifstream connections("/proc/net/tcp6");
+  const std::string all(std::istreambuf_iterator<char>(connections), {});
+  return all.find(peer) != std::string::npos;
+}
 
 std::vector<std::string> Receive(zmq::socket_t& socket) {
   std::vector<zmq::message_t> frames;
@@ -266,6 +312,24 @@ TEST_CASE("Nobody waits for subscribers and replay clients that hang") {
   const absl::Time end = absl::Now();
   w.publisher.reset();
   CHECK(absl::Now() - end < absl::Seconds(10));
+}
+
+TEST_CASE("A connection that takes nothing for long is closed") {
+  EventPublisher::Options options;
+  options.endpoint = "tcp://*:*";
+  options.stall = absl::Seconds(1);
+  World w(std::move(options));
+  const int hanging = RawSubscriber(w.base);
+  w.Follow();
+  CHECK(IsConnected(hanging));
+  const absl::Time begin = absl::Now();
+  // More than the buffers of both ends hold.
+  CHECK(Eventually(absl::Seconds(60), [&] {
+    w.Run(static_cast<int32_t>(RandomU64() >> 34), 2400);
+    return !IsConnected(hanging);
+  }));
+  CHECK(absl::Now() - begin > absl::Milliseconds(900));
+  close(hanging);
 }
 
 TEST_CASE("A replay request of another form gets the end marker") {
