@@ -1,4 +1,4 @@
-// What a PrefixCache tells of the blocks that it gets and loses, and how it names them.
+// PrefixObserver hears of the blocks that a PrefixCache gets and loses; this file also names them.
 //
 // A name is a hash of a unit's tokens and of all before them, of the model and of the tenant. It is
 // the same in all processes of one build, so that a router may compare nodes. The cache itself

@@ -100,7 +100,7 @@ def test_a_router_hears_of_blocks_that_have_to_go(start, model):
     assert scrape.get("sluice_prefix_cache_evicted_tokens_total") > 800
     assert router.read(lambda r: len(r.blocks) * BLOCK == scrape.get("sluice_prefix_cache_tokens"))
     assert any(b"BlockRemoved" in payload for _, payload in router.batches) and router.cleared == 1
-    # What came last is here, as the router believes; what is oldest may go to make room for the request itself.
+    # The newest blocks are here, as the router believes; the oldest may go to make room for the request itself.
     assert tuple(ids(800, 100)) not in router.prompts()
     _, finish = published.generate([*prompt, 5], tokens=1)
     assert finish.usage.reused_tokens == len(prompt)

@@ -1,4 +1,4 @@
-// What a prefix cache got or lost, as it waits to be published.
+// KvEvent is a change of a prefix cache that waits to be published.
 #pragma once
 
 #include <cstdint>

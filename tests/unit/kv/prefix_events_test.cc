@@ -130,7 +130,7 @@ TEST_CASE("An observer is told of unproven blocks when they are proven, and of f
   w.Run("a", Tokens(48));
   w.cache->Forget("a", Tokens(9));
   CHECK(w.router.known.empty());
-  // What it publishes behind forgotten blocks is found by nobody.
+  // Nobody finds blocks that it publishes behind forgotten ones.
   auto later = w.Begin("a", Tokens(24));
   sequence->EnsureTokens(32);
   w.cache->Publish("a", Tokens(24), Readers::kNone, *later);
