@@ -399,10 +399,11 @@ def test_exactly_the_names_of_the_header_are_exported_and_each_has_moved(scene, 
     still = {name for name in exported_names() if not name.startswith("process_") and not name.endswith("_info")
              and "capacity" not in name and name != "sluice_exact_limit_tokens"}
     # Preemption needs overcommit, and dropped drafts a broken model, so the tests of the engine count them; those of
-    # test_speculation.py count drafts, and those of test_telemetry.py spans.
+    # test_speculation.py count drafts, those of test_telemetry.py spans, and those of test_kv_events.py events.
     sparse = {name for name in still if name.startswith((
         "sluice_attention_worker", "sluice_selected_", "sluice_missed_", "sluice_fetched_", "sluice_selecting_",
-        "sluice_link_", "sluice_resident_", "sluice_ess_", "sluice_rehearsed_", "vllm:spec_decode_", "sluice_otel_"))}
+        "sluice_link_", "sluice_resident_", "sluice_ess_", "sluice_rehearsed_", "vllm:spec_decode_", "sluice_otel_",
+        "sluice_kv_event"))}
     engine = {"sluice_preemptions_total", "sluice_preempted_seconds", "sluice_dropped_drafts_total"}
     assert still - moved == engine | sparse
 
