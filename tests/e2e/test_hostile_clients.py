@@ -238,15 +238,21 @@ def test_a_peer_has_so_many_connections_and_others_their_own(tiny_models, start,
             s.sendall(PREFACE + frame(SETTINGS))
         return s
 
+    def refused(address: str) -> bool:
+        try:
+            return not greeted(connect_from(address))
+        except ConnectionResetError:  # on a busy machine the reset is there before connect() returns
+            return True
+
     watch(few, golden("tiny-llama"), 20)
     one = wait_for(few, lambda now: now.get("sluice_connections") == 1, TIMEOUT_S)
     assert one.get("sluice_connections") == 1  # the channel by which this process reads metrics
     held = [connect_from("127.0.0.1") for _ in range(7)]
     assert all(greeted(s) for s in held)
-    assert not greeted(connect_from("127.0.0.1"))
+    assert refused("127.0.0.1")
     others = [connect_from("127.0.0.2") for _ in range(4)]
     assert all(greeted(s) for s in others)
-    assert not greeted(connect_from("127.0.0.3"))  # the limit is 12 connections for all together
+    assert refused("127.0.0.3")  # the limit is 12 connections for all together
     few.capacity()  # a caller with a connection keeps it
     now = Scrape(few)
     assert now.get("sluice_connections") == 12
