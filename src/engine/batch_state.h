@@ -225,7 +225,7 @@ class BatchState {
   std::vector<std::unique_ptr<Event>> joined_;   // by slot
 };
 
-// Is told what joins the batch and which steps are launched, in order.
+// BatchLog is told what joins the batch and which steps are launched, in order.
 class BatchLog {
  public:
   virtual ~BatchLog() = default;
