@@ -44,6 +44,7 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
   bool ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) override {
     return policy_->ReserveHostCopy(slot, tokens, std::move(prefix));
   }
+  const SequenceCache* HostCache(int slot) const override { return policy_->HostCache(slot); }
   SequenceCache* HostCacheOfPrompt(int slot) override { return policy_->HostCacheOfPrompt(slot); }
   bool shares_host_caches() const override { return policy_->shares_host_caches(); }
   void Evict(int slot, int64_t tokens) override { policy_->Evict(slot, tokens); }

@@ -83,6 +83,9 @@ class SequencePlacement {
   // cached). REQUIRES: Evict(slot) was called, and Warm(slot) since.
   virtual std::unique_ptr<SequenceCache> DetachHostCache(int slot) = 0;
 
+  // Returns the host cache that the slot has now, or null.
+  virtual const SequenceCache* HostCache(int /*slot*/) const { return nullptr; }
+
   // Returns the slot's host cache if the prompt's rows write to it, so that it has the caches of a
   // computed prompt; else null.
   virtual SequenceCache* HostCacheOfPrompt(int /*slot*/) { return nullptr; }

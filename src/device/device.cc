@@ -23,6 +23,10 @@ absl::StatusOr<std::unique_ptr<Program>> Device::Record(Stream&,
   return std::make_unique<Closure>(std::move(enqueue));
 }
 
+absl::StatusOr<Buffer> Device::Pin(void* data, size_t bytes, const std::string&) {
+  return Buffer(data, bytes, [](void*, size_t) {});
+}
+
 absl::StatusOr<std::unique_ptr<RankGroup>> Device::JoinRanks(const RankGroupOptions&) {
   return absl::UnimplementedError(absl::StrCat("the device ", name(), " has no ranks"));
 }

@@ -127,6 +127,9 @@ class Device {
   // Returns zeroed memory. RESOURCE_EXHAUSTED names `what` and the bytes asked for.
   virtual absl::StatusOr<Buffer> Allocate(MemoryKind kind, size_t bytes,
                                           const std::string& what) = 0;
+  // Makes memory that the caller has mapped, and that outlives the result, as good as kPinned. The
+  // default leaves it as it is. RESOURCE_EXHAUSTED names `what`.
+  virtual absl::StatusOr<Buffer> Pin(void* data, size_t bytes, const std::string& what);
   // A compute stream runs kernels; a copy stream only copies, beside it.
   enum class StreamKind { kCompute, kCopy };
   virtual std::unique_ptr<Stream> NewStream(StreamKind kind) = 0;

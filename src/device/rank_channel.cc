@@ -20,6 +20,7 @@ struct RankChannel::Shared {
   RankWord written;           // bytes
   RankWord read[kMaxRanks];   // bytes, by rank
   RankWord meets[kMaxRanks];  // meetings that the rank has come to
+  RankWord done[kMaxRanks];   // messages that the rank has carried out
   uint8_t ring[kRing];
 };
 
@@ -75,6 +76,7 @@ absl::Status RankChannel::Read(uint8_t* data, size_t bytes) {
 absl::Status RankChannel::Send(absl::Span<const uint8_t> message) {
   SLUICE_CHECK(rank() == 0, "rank 0 sends");
   const auto bytes = static_cast<uint32_t>(message.size());
+  ++messages_;
   SLUICE_RETURN_IF_ERROR(Write(reinterpret_cast<const uint8_t*>(&bytes), sizeof(bytes)));
   return Write(message.data(), message.size());
 }
@@ -85,7 +87,18 @@ absl::StatusOr<absl::Span<const uint8_t>> RankChannel::Receive() {
   SLUICE_RETURN_IF_ERROR(Read(reinterpret_cast<uint8_t*>(&bytes), sizeof(bytes)));
   message_.resize(bytes);
   SLUICE_RETURN_IF_ERROR(Read(message_.data(), bytes));
+  ++messages_;
   return absl::MakeConstSpan(message_);
+}
+
+void RankChannel::Done() { HostRanks::Post(shared().done[rank()], messages_); }
+
+absl::Status RankChannel::AwaitDone(uint32_t messages) {
+  for (int rank = 1; rank < size(); ++rank) {
+    SLUICE_RETURN_IF_ERROR(host_->Await(shared().done[rank], messages, rank, options_.deadline,
+                                        "the end of an order"));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status RankChannel::Meet(absl::Duration timeout) {

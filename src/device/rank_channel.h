@@ -1,5 +1,5 @@
 // RankChannel carries messages from rank 0 to all other ranks of one host, in order, through shared
-// memory: the plans of steps. One thread of each rank uses it.
+// memory: the plans of steps. One thread of each rank uses it, but for AwaitDone.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,13 @@ class RankChannel {
   // call. UNAVAILABLE, reason RANK_LOST: rank 0 has ended, or the group has failed. REQUIRES: not
   // rank 0.
   absl::StatusOr<absl::Span<const uint8_t>> Receive();
+  // Returns how many messages rank 0 has sent.
+  uint32_t sent() const { return messages_; }
+  // Says that all messages so far are carried out. REQUIRES: not rank 0.
+  void Done();
+  // Waits until every other rank has said so of rank 0's first `messages`. UNAVAILABLE: one has
+  // ended, or did not in time. Any thread. REQUIRES: rank 0.
+  absl::Status AwaitDone(uint32_t messages);
   // Waits until every rank has called it as often as this one. UNAVAILABLE: one has ended, or did
   // not come in time.
   absl::Status Meet(absl::Duration timeout);
@@ -54,6 +61,7 @@ class RankChannel {
   const std::unique_ptr<HostRanks> host_;
   uint32_t position_ = 0;  // bytes written or read so far; wraps
   uint32_t meetings_ = 0;
+  uint32_t messages_ = 0;  // sent or received so far; wraps
   std::vector<uint8_t> message_;
 };
 

@@ -71,7 +71,6 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
         "keep", absl::StrCat("at most ", absl::FormatDuration(parts_.transfers->max_lease()),
                              " (lease_seconds), found ", absl::FormatDuration(request.keep)));
   }
-  if (parts_.batch_log != nullptr) SLUICE_RETURN_IF_ERROR(CheckShared(request));
   if (!request.handoff.empty()) return absl::OkStatus();
   if (request.prompt.empty()) {
     return InvalidField("prompt_token_ids", "must not be empty where nothing is handed over");
@@ -89,20 +88,6 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
         reasons::kNoHandoff);
   }
   return CheckPromptFits(request, request.prompt.size());
-}
-
-absl::Status EngineImpl::CheckShared(const Request& request) {
-  if (!request.handoff.empty()) {
-    return InvalidField("handoff",
-                        "this node's model is divided among ranks, which take no caches over: send "
-                        "the prompt alone");
-  }
-  if (request.keep > absl::ZeroDuration()) {
-    return InvalidField("keep",
-                        "this node's model is divided among ranks, which keep no caches: leave it "
-                        "out");
-  }
-  return absl::OkStatus();
 }
 
 bool EngineImpl::ComputesPromptOf(const Request& request) const {

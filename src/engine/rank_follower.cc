@@ -24,15 +24,16 @@ absl::StatusOr<std::unique_ptr<RankFollower>> RankFollower::Create(const Options
   std::unique_ptr<Stream> stream = parts.device->NewStream(Device::StreamKind::kCompute);
   SLUICE_RETURN_IF_ERROR(batch->RecordPrograms(*stream, *parts.model, *parts.policy));
   return std::unique_ptr<RankFollower>(
-      new RankFollower(parts, options.slots, std::move(batch), std::move(stream)));
+      new RankFollower(parts, options, std::move(batch), std::move(stream)));
 }
 
-RankFollower::RankFollower(const Parts& parts, int slots, std::unique_ptr<BatchState> batch,
-                           std::unique_ptr<Stream> stream)
+RankFollower::RankFollower(const Parts& parts, const Options& options,
+                           std::unique_ptr<BatchState> batch, std::unique_ptr<Stream> stream)
     : parts_(parts),
+      part_(options.part),
       batch_(std::move(batch)),
       stream_(std::move(stream)),
-      held_(static_cast<size_t>(slots), false) {}
+      held_(static_cast<size_t>(options.slots), false) {}
 
 RankFollower::~RankFollower() {
   // The enqueued steps end: with their work, or with the group.
@@ -54,6 +55,7 @@ absl::Status RankFollower::RunOrders() {
     SLUICE_ASSIGN_OR_RETURN(const absl::Span<const uint8_t> message, parts_.channel->Receive());
     SLUICE_ASSIGN_OR_RETURN(const bool stop, CarryOut(message, *this));
     if (stop) return FinishAll();
+    parts_.channel->Done();
   }
 }
 
@@ -74,9 +76,11 @@ absl::Status RankFollower::FinishAll() {
   return absl::OkStatus();
 }
 
-absl::Status RankFollower::Admit(int slot, int64_t total, bool firm) {
+absl::Status RankFollower::Admit(int slot, RankAdmission admission) {
   std::unique_ptr<SequenceCache> home;
-  if (!parts_.policy->Admit(slot, 0, total, firm ? Promise::kFirm : Promise::kSoft, home)) {
+  if (admission.has_home) home = SequenceCache::OfRankZero(parts_.dram, std::move(admission.home));
+  if (!parts_.policy->Admit(slot, admission.context, admission.total,
+                            admission.firm ? Promise::kFirm : Promise::kSoft, home)) {
     return Differs("admitted", slot);
   }
   held_[static_cast<size_t>(slot)] = true;
@@ -88,9 +92,10 @@ absl::Status RankFollower::BeginPrompt(int slot, int64_t tokens, int64_t cached)
   return absl::OkStatus();
 }
 
-absl::Status RankFollower::EndPrompt(int slot, int64_t tokens) {
+absl::Status RankFollower::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   SLUICE_RETURN_IF_ERROR(FinishAll());
-  parts_.policy->EndPrompt(slot, tokens, {});
+  hints = HintsOf(hints, part_);
+  parts_.policy->EndPrompt(slot, tokens, std::move(hints));
   return absl::OkStatus();
 }
 
@@ -106,11 +111,41 @@ absl::Status RankFollower::Grow(int slot, int64_t tokens) {
   return parts_.policy->Grow(slot, tokens) ? absl::OkStatus() : Differs("grown", slot);
 }
 
-absl::Status RankFollower::Release(int slot) {
+absl::Status RankFollower::Rest(int slot) {
   if (parts_.device->Health().ok()) SLUICE_RETURN_IF_ERROR(FinishAll());
   SLUICE_RETURN_IF_ERROR(Warm(slot));
   batch_->joined(slot).Wait();
+  return absl::OkStatus();
+}
+
+absl::Status RankFollower::Release(int slot) {
+  SLUICE_RETURN_IF_ERROR(Rest(slot));
   parts_.policy->Release(slot);
+  held_[static_cast<size_t>(slot)] = false;
+  return absl::OkStatus();
+}
+
+absl::Status RankFollower::MakeFirm(int slot) {
+  return parts_.policy->MakeFirm(slot) ? absl::OkStatus() : Differs("made firm", slot);
+}
+
+absl::Status RankFollower::ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) {
+  return parts_.policy->ReserveHostCopy(slot, tokens, std::move(prefix))
+             ? absl::OkStatus()
+             : Differs("given room in DRAM", slot);
+}
+
+absl::Status RankFollower::Evict(int slot, int64_t tokens, RankPages home) {
+  SLUICE_RETURN_IF_ERROR(Rest(slot));
+  if (!home.empty()) parts_.dram->ChoosePages(std::move(home));
+  parts_.policy->Evict(slot, tokens);
+  return absl::OkStatus();
+}
+
+// Rank 0 keeps the pages.
+absl::Status RankFollower::Detach(int slot) {
+  SLUICE_RETURN_IF_ERROR(Rest(slot));
+  parts_.policy->DetachHostCache(slot).reset();
   held_[static_cast<size_t>(slot)] = false;
   return absl::OkStatus();
 }

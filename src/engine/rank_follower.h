@@ -23,6 +23,7 @@ class RankFollower final : private RankOrders {
   struct Options {
     int slots = 0;
     int max_context = 0;
+    HintPart part;  // the heads of hints that are this rank's
   };
   // All of them outlive the follower.
   struct Parts {
@@ -31,6 +32,8 @@ class RankFollower final : private RankOrders {
     AttentionPolicy* policy = nullptr;
     RankChannel* channel = nullptr;
     RankGroup* ranks = nullptr;
+    // The pool where host caches are, which follows rank 0's. Null: there are none.
+    PagePool* dram = nullptr;
   };
   // Records the steps' programs, as Engine::Create does on the leader at the same time.
   static absl::StatusOr<std::unique_ptr<RankFollower>> Create(const Options& options,
@@ -42,14 +45,18 @@ class RankFollower final : private RankOrders {
   absl::Status Run();
 
  private:
-  RankFollower(const Parts& parts, int slots, std::unique_ptr<BatchState> batch,
+  RankFollower(const Parts& parts, const Options& options, std::unique_ptr<BatchState> batch,
                std::unique_ptr<Stream> stream);
-  absl::Status Admit(int slot, int64_t total, bool firm) override;
+  absl::Status Admit(int slot, RankAdmission admission) override;
   absl::Status BeginPrompt(int slot, int64_t tokens, int64_t cached) override;
-  absl::Status EndPrompt(int slot, int64_t tokens) override;
+  absl::Status EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
   absl::Status Warm(int slot) override;
   absl::Status Grow(int slot, int64_t tokens) override;
   absl::Status Release(int slot) override;
+  absl::Status MakeFirm(int slot) override;
+  absl::Status ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) override;
+  absl::Status Evict(int slot, int64_t tokens, RankPages home) override;
+  absl::Status Detach(int slot) override;
   absl::Status Join(int slot, const BatchState::Joining& joining) override;
   absl::Status Step(int buffer, const StepPlan& plan) override;
 
@@ -57,8 +64,11 @@ class RankFollower final : private RankOrders {
   // Waits until a step is done, and checks what its sequences were given.
   absl::Status Finish(int buffer);
   absl::Status FinishAll();
+  // Waits until the slot's steps are done, and its copies.
+  absl::Status Rest(int slot);
 
   const Parts parts_;
+  const HintPart part_;
   const std::unique_ptr<BatchState> batch_;
   const std::unique_ptr<Stream> stream_;
   std::vector<bool> held_;                                    // by slot: whether a sequence has it

@@ -2,13 +2,19 @@
 // ranks what happens there (rank_plan.h). A step's plan goes out before the leader enqueues the
 // step, so that the others enqueue it meanwhile. Only the engine's thread uses it, as a policy.
 //
-// Ranks do not share yet: caches that are handed over, kept or preempted, and drafts. A node
-// refuses the settings and requests that would need them.
+// Sequences have the same pages of DRAM on every rank: the leader's. Those that the leader gives
+// back are free to its own engine at once, because the others carry out its orders in turn. Whoever
+// else writes to a page waits with AwaitFreePages.
+//
+// Ranks do not share drafts yet. A node refuses the settings that would need them.
 #pragma once
 
 #include <memory>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
 #include "src/attention/forwarding_policy.h"
 #include "src/device/rank_channel.h"
 #include "src/device/rank_group.h"
@@ -18,10 +24,15 @@ namespace sluice {
 
 class RankLeader : public ForwardingPolicy, public BatchLog {
  public:
-  // All outlive this. `slots`: of the batch.
-  RankLeader(AttentionPolicy* policy, RankChannel* channel, RankGroup* ranks, int slots);
+  // All outlive this. `slots`: of the batch. `part`: the heads of hints that are this rank's.
+  RankLeader(AttentionPolicy* policy, RankChannel* channel, RankGroup* ranks, int slots,
+             HintPart part = {});
   // Tells the others to stop.
   ~RankLeader() override;
+
+  // Waits until no rank uses pages that the leader has given back before the call. UNAVAILABLE: a
+  // rank is lost. Any thread but the engine's.
+  absl::Status AwaitFreePages() ABSL_LOCKS_EXCLUDED(frees_mutex_);
 
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override;
@@ -39,6 +50,8 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   void Launching(int buffer, const StepPlan& plan) override;
 
  private:
+  // Says that the next message tells the others of pages that go back now.
+  void FreesPages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(frees_mutex_) { frees_ = channel_->sent() + 1; }
   // Puts the slots that are known to be warm since the last order into the plan.
   RankPlanWriter& Next();
   void Send();
@@ -46,7 +59,12 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   RankChannel* const channel_;
   RankGroup* const ranks_;
   RankPlanWriter plan_;
+  const HintPart part_;
   std::vector<bool> warm_;  // by slot: to be told
+  std::vector<bool> cold_;  // by slot: whether Warm may give pages back
+  // Held while pages go back, so that whoever then finds them free finds the message's number too.
+  absl::Mutex frees_mutex_;
+  uint32_t frees_ ABSL_GUARDED_BY(frees_mutex_) = 0;  // number of the newest message that frees
 };
 
 }  // namespace sluice

@@ -13,9 +13,15 @@ class RankPlanReader {
   absl::StatusOr<bool> CarryOut();
 
  private:
+  void GetPages(RankPages* lists);
+  SelectionHints GetHints();
+  absl::Status DoAdmit(int slot);
+  absl::Status DoReserveHostCopy(int slot);
   absl::Status DoJoin(int slot);
   absl::Status DoStep(int buffer);
   absl::Status DoOne(RankOrder order);
+  // Does an order that begins with a number of tokens.
+  absl::Status DoTokens(RankOrder order, int slot);
 
   template <typename T>
   T Get() {
@@ -48,6 +54,56 @@ class RankPlanReader {
   bool ok_ = true;
 };
 
+void RankPlanReader::GetPages(RankPages* lists) {
+  const auto count = Get<uint32_t>();
+  std::vector<PageRun> runs;
+  for (uint32_t i = 0; ok_ && i < count; ++i) {
+    GetAll(&runs);
+    std::vector<int32_t>& pages = lists->emplace_back();
+    for (const PageRun& run : runs) {
+      for (int32_t page = 0; page < run.count; ++page) pages.push_back(run.first + page);
+    }
+  }
+}
+
+SelectionHints RankPlanReader::GetHints() {
+  SelectionHints hints;
+  hints.unit_tokens = Get<uint32_t>();
+  const auto count = Get<uint32_t>();
+  for (uint32_t i = 0; ok_ && i < count; ++i) {
+    SelectionHints::Entry& entry = hints.entries.emplace_back();
+    entry.layer = Get<uint32_t>();
+    if (Get<bool>()) entry.kv_head = Get<uint32_t>();
+    if (Get<bool>()) entry.position = Get<uint32_t>();
+    GetAll(&entry.units);
+  }
+  GetAll(&hints.queries);
+  return hints;
+}
+
+absl::Status RankPlanReader::DoAdmit(int slot) {
+  RankAdmission admission;
+  admission.context = Get<int64_t>();
+  admission.total = Get<int64_t>();
+  admission.firm = Get<bool>();
+  admission.has_home = Get<bool>();
+  if (admission.has_home) {
+    admission.home.shared_tokens = Get<int64_t>();
+    admission.home.left = Get<PagePool::PagesByKind>();
+    GetPages(&admission.home.pages);
+  }
+  return ok_ ? orders_.Admit(slot, std::move(admission)) : absl::OkStatus();
+}
+
+absl::Status RankPlanReader::DoReserveHostCopy(int slot) {
+  const auto tokens = Get<int64_t>(), shared = Get<int64_t>();
+  RankPages pages;
+  GetPages(&pages);
+  SharedPrefix prefix;
+  if (shared > 0) prefix = SharedPrefix::OfOtherRank(shared, std::move(pages));
+  return ok_ ? orders_.ReserveHostCopy(slot, tokens, std::move(prefix)) : absl::OkStatus();
+}
+
 absl::Status RankPlanReader::DoJoin(int slot) {
   BatchState::Joining joining;
   std::vector<int32_t> tokens, stop_ids;
@@ -73,29 +129,51 @@ absl::Status RankPlanReader::DoStep(int buffer) {
 
 absl::Status RankPlanReader::DoOne(RankOrder order) {
   const int slot = Get<int32_t>();
-  if (order == RankOrder::kJoin) return DoJoin(slot);
-  if (order == RankOrder::kStep) return DoStep(slot);
-  const bool counted = order != RankOrder::kWarm && order != RankOrder::kRelease;
-  const int64_t tokens = counted ? Get<int64_t>() : 0;
-  const bool two = order == RankOrder::kAdmit || order == RankOrder::kBeginPrompt;
-  const int64_t more = two ? Get<int64_t>() : 0;
   if (!ok_) return absl::OkStatus();
   switch (order) {
+    case RankOrder::kAdmit:
+      return DoAdmit(slot);
+    case RankOrder::kReserveHostCopy:
+      return DoReserveHostCopy(slot);
+    case RankOrder::kJoin:
+      return DoJoin(slot);
+    case RankOrder::kStep:
+      return DoStep(slot);
     case RankOrder::kWarm:
       return orders_.Warm(slot);
     case RankOrder::kRelease:
       return orders_.Release(slot);
-    case RankOrder::kEndPrompt:
-      return orders_.EndPrompt(slot, tokens);
-    case RankOrder::kGrow:
-      return orders_.Grow(slot, tokens);
+    case RankOrder::kMakeFirm:
+      return orders_.MakeFirm(slot);
+    case RankOrder::kDetach:
+      return orders_.Detach(slot);
     case RankOrder::kBeginPrompt:
-      return orders_.BeginPrompt(slot, tokens, more);
-    case RankOrder::kAdmit:
-      return orders_.Admit(slot, tokens, more != 0);
-    default:
-      return absl::InternalError(absl::StrCat("a plan has order ", static_cast<int>(order)));
+    case RankOrder::kEndPrompt:
+    case RankOrder::kGrow:
+    case RankOrder::kEvict:
+      return DoTokens(order, slot);
+    case RankOrder::kStop:
+      break;
   }
+  return absl::InternalError(absl::StrCat("a plan has order ", static_cast<int>(order)));
+}
+
+absl::Status RankPlanReader::DoTokens(RankOrder order, int slot) {
+  const auto tokens = Get<int64_t>();
+  if (order == RankOrder::kBeginPrompt) {
+    const auto cached = Get<int64_t>();
+    return ok_ ? orders_.BeginPrompt(slot, tokens, cached) : absl::OkStatus();
+  }
+  if (order == RankOrder::kEndPrompt) {
+    SelectionHints hints = GetHints();
+    return ok_ ? orders_.EndPrompt(slot, tokens, std::move(hints)) : absl::OkStatus();
+  }
+  if (order == RankOrder::kEvict) {
+    RankPages home;
+    GetPages(&home);
+    return ok_ ? orders_.Evict(slot, tokens, std::move(home)) : absl::OkStatus();
+  }
+  return ok_ ? orders_.Grow(slot, tokens) : absl::OkStatus();
 }
 
 absl::StatusOr<bool> RankPlanReader::CarryOut() {
@@ -108,10 +186,32 @@ absl::StatusOr<bool> RankPlanReader::CarryOut() {
   return false;
 }
 
-void RankPlanWriter::Admit(int slot, int64_t total, bool firm) {
+void RankPlanWriter::PutPages(const RankPages& lists) {
+  Put(static_cast<uint32_t>(lists.size()));
+  std::vector<PageRun> runs;
+  for (const std::vector<int32_t>& pages : lists) {
+    runs.clear();
+    for (const int32_t page : pages) {
+      if (!runs.empty() && runs.back().first + runs.back().count == page) {
+        ++runs.back().count;
+      } else {
+        runs.push_back({page, 1});
+      }
+    }
+    PutAll(absl::MakeConstSpan(runs));
+  }
+}
+
+void RankPlanWriter::Admit(int slot, const RankAdmission& admission) {
   Order(RankOrder::kAdmit, slot);
-  Put(total);
-  Put(int64_t{firm ? 1 : 0});
+  Put(admission.context);
+  Put(admission.total);
+  Put(admission.firm);
+  Put(admission.has_home);
+  if (!admission.has_home) return;
+  Put(admission.home.shared_tokens);
+  Put(admission.home.left);
+  PutPages(admission.home.pages);
 }
 
 void RankPlanWriter::BeginPrompt(int slot, int64_t tokens, int64_t cached) {
@@ -120,9 +220,20 @@ void RankPlanWriter::BeginPrompt(int slot, int64_t tokens, int64_t cached) {
   Put(cached);
 }
 
-void RankPlanWriter::EndPrompt(int slot, int64_t tokens) {
+void RankPlanWriter::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
   Order(RankOrder::kEndPrompt, slot);
   Put(tokens);
+  Put(hints.unit_tokens);
+  Put(static_cast<uint32_t>(hints.entries.size()));
+  for (const SelectionHints::Entry& entry : hints.entries) {
+    Put(entry.layer);
+    for (const std::optional<uint32_t>& number : {entry.kv_head, entry.position}) {
+      Put(number.has_value());
+      if (number.has_value()) Put(*number);
+    }
+    PutAll(absl::MakeConstSpan(entry.units));
+  }
+  PutAll(absl::MakeConstSpan(hints.queries));
 }
 
 void RankPlanWriter::Warm(int slot) { Order(RankOrder::kWarm, slot); }
@@ -133,6 +244,21 @@ void RankPlanWriter::Grow(int slot, int64_t tokens) {
 }
 
 void RankPlanWriter::Release(int slot) { Order(RankOrder::kRelease, slot); }
+void RankPlanWriter::MakeFirm(int slot) { Order(RankOrder::kMakeFirm, slot); }
+void RankPlanWriter::Detach(int slot) { Order(RankOrder::kDetach, slot); }
+
+void RankPlanWriter::ReserveHostCopy(int slot, int64_t tokens, const SharedPrefix& prefix) {
+  Order(RankOrder::kReserveHostCopy, slot);
+  Put(tokens);
+  Put(prefix.tokens());
+  PutPages(prefix.pages());
+}
+
+void RankPlanWriter::Evict(int slot, int64_t tokens, const RankPages& home) {
+  Order(RankOrder::kEvict, slot);
+  Put(tokens);
+  PutPages(home);
+}
 
 void RankPlanWriter::Join(int slot, const BatchState::Joining& joining) {
   Order(RankOrder::kJoin, slot);

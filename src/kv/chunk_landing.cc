@@ -137,22 +137,40 @@ void ChunkLanding::FindPieces(size_t kind) {
   const int64_t shared = transfer_->layout().kinds[kind].BlocksFor(transfer_->reused_tokens);
   // claimed_ is in the order of the walk: a block that is not its next one has landed before.
   auto next = claimed_.begin();
+  const HeadPlaces* const places = transfer_->places();
   std::optional<size_t> claimed;  // the last block of claimed_ that was met
-  transfer_->home->ForEachPiece(range, [&](const HomePiece& at) {
+  const auto visit = [&](const HomePiece& at) {
     const size_t index =
         transfer_->BlockIndex(header_.layer, kind, static_cast<uint32_t>(at.head), at.block);
     if (next != claimed_.end() && *next == index) claimed = *next++;
     const Piece::Use use = claimed == index    ? Piece::Use::kWrite
                            : at.block < shared ? Piece::Use::kIgnore
                                                : Piece::Use::kCompare;
-    if (!pieces_.empty() && pieces_.back().use == use &&
+    const std::vector<std::ptrdiff_t>* const ranks =
+        places == nullptr ? nullptr : &places->places[kind][static_cast<size_t>(at.head)].distances;
+    if (!pieces_.empty() && pieces_.back().use == use && pieces_.back().ranks == ranks &&
         pieces_.back().target + pieces_.back().bytes == at.data) {
       pieces_.back().bytes += at.bytes;
     } else {
-      pieces_.push_back({at.data, at.bytes, use});
+      pieces_.push_back({at.data, at.bytes, use, ranks});
     }
-  });
+  };
+  transfer_->home->ForEachPiece(range, visit, places);
   ignored_ = range.token_end <= transfer_->reused_tokens;
+}
+
+void ChunkLanding::Use(const Piece& piece, uint64_t offset, absl::Span<const uint8_t> bytes) {
+  static const std::vector<std::ptrdiff_t> kHere = {0};
+  for (const std::ptrdiff_t distance : piece.ranks == nullptr ? kHere : *piece.ranks) {
+    uint8_t* const target = piece.target + distance + offset;
+    if (piece.use == Piece::Use::kCompare) {
+      differs_ = differs_ || std::memcmp(target, bytes.data(), bytes.size()) != 0;
+    } else if (piece.use == Piece::Use::kWrite) {
+      // The bytes are not read again until the policy takes the sequence. Streaming stores take
+      // half the time and leave the CPU's caches to the decode that runs meanwhile.
+      StreamCopy(target, bytes.data(), bytes.size());
+    }
+  }
 }
 
 void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
@@ -165,13 +183,7 @@ void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
     const size_t take = std::min<uint64_t>({bytes.size(), piece.bytes - offset_, kPassBytes});
     const absl::Span<const uint8_t> now = bytes.subspan(0, take);
     if (!ignored_) crc_ = ExtendCrc32c(crc_, now);
-    if (piece.use == Piece::Use::kCompare) {
-      differs_ = differs_ || std::memcmp(piece.target + offset_, now.data(), take) != 0;
-    } else if (piece.use == Piece::Use::kWrite) {
-      // The bytes are not read again until the policy takes the sequence. Streaming stores take
-      // half the time and leave the CPU's caches to the decode that runs meanwhile.
-      StreamCopy(piece.target + offset_, now.data(), take);
-    }
+    Use(piece, offset_, now);
     bytes.remove_prefix(take);
     offset_ += take;
     if (offset_ == piece.bytes) {

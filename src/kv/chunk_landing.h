@@ -70,7 +70,11 @@ class ChunkLanding {
     // The block landed before, and its bytes are compared; or other sequences share it, and they
     // are ignored: another node's kernels may make others of the same tokens.
     enum class Use { kWrite, kCompare, kIgnore } use;
+    // Of a divided model: where the ranks that have the head are from `target`; else null.
+    const std::vector<std::ptrdiff_t>* ranks = nullptr;
   };
+  // Compares or writes bytes of the payload that begin `offset` bytes into a piece.
+  void Use(const Piece& piece, uint64_t offset, absl::Span<const uint8_t> bytes);
   ChunkLanding(TransferStore* store, const ChunkHeader& header, uint64_t payload_bytes)
       : store_(store), header_(header), left_(payload_bytes) {}
   // Fills pieces_ from header_ and claimed_.

@@ -144,6 +144,7 @@ bool PagePool::Holds(const PagesByKind& pages) const {
 }
 
 bool PagePool::MayPromise(const PagesByKind& more, bool firm, bool without_idle) const {
+  if (follows_) return true;
   int64_t slabs = 0;
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     const KindState& state = kinds_[kind];
@@ -205,6 +206,10 @@ Reservation PagePool::TryReserve(const TokensByKind& tokens, Promise promise) {
   while (!MayPromise(pages, firm)) {
     if (!Reclaim(pages, firm)) return Reservation();
   }
+  return MakePromise(pages, firm);
+}
+
+Reservation PagePool::MakePromise(const PagesByKind& pages, bool firm) {
   Reservation reservation;
   reservation.pool_ = this;
   reservation.firm_ = firm;
@@ -254,7 +259,9 @@ bool PagePool::MakeFirm(Reservation& reservation) {
   SLUICE_CHECK(reservation.pool_ == this && !reservation.firm_);
   absl::MutexLock lock(&mutex_);
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    if (reservation.total_[kind] > kinds_[kind].pages - kinds_[kind].firm) return false;
+    if (!follows_ && reservation.total_[kind] > kinds_[kind].pages - kinds_[kind].firm) {
+      return false;
+    }
   }
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     kinds_[kind].firm += reservation.total_[kind];
@@ -270,7 +277,7 @@ bool PagePool::TryTake(Reservation& reservation, absl::Span<const Extent> extent
     int64_t count = 0;
     for (const Extent& extent : extents) count += extent.kind == kind ? extent.count : 0;
     SLUICE_CHECK(count <= reservation.left_[kind], "pages are taken under a reservation");
-    if (count > kinds_[kind].pages - kinds_[kind].taken) {
+    if (!follows_ && count > kinds_[kind].pages - kinds_[kind].taken) {
       SLUICE_CHECK(overcommitted(), "promised pages are there");
       return false;
     }
@@ -279,7 +286,11 @@ bool PagePool::TryTake(Reservation& reservation, absl::Span<const Extent> extent
     KindState& state = kinds_[extent.kind];
     reservation.left_[extent.kind] -= extent.count;
     state.taken += extent.count;
-    SLUICE_CHECK(state.taken <= state.promised && state.taken <= state.pages);
+    SLUICE_CHECK(state.taken <= state.promised && (follows_ || state.taken <= state.pages));
+  }
+  if (follows_) {
+    TakeChosen(extents);
+    return true;
   }
   if (slabs_.has_value()) {  // claims all that this call lacks at once, so that it lies together
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
@@ -289,6 +300,41 @@ bool PagePool::TryTake(Reservation& reservation, absl::Span<const Extent> extent
   }
   for (const Extent& extent : extents) TakeRuns(extent);
   return true;
+}
+
+void PagePool::TakeChosen(absl::Span<const Extent> extents) {
+  std::vector<size_t> layers(kinds_.size(), 0);  // extents of a kind are in the order of layers
+  for (const Extent& extent : extents) {
+    const size_t list = layers[extent.kind]++ * kinds_.size() + extent.kind;
+    const size_t begin = extent.pages->size();
+    SLUICE_CHECK(list < chosen_.size() && begin + size_t(extent.count) <= chosen_[list].size(),
+                 "rank 0 has taken the same pages");
+    const auto first = chosen_[list].begin() + static_cast<std::ptrdiff_t>(begin);
+    extent.pages->insert(extent.pages->end(), first, first + extent.count);
+  }
+}
+
+void PagePool::FollowRankZero() {
+  absl::MutexLock lock(&mutex_);
+  for (const KindState& kind : kinds_) SLUICE_CHECK(kind.promised == 0 && !slabs_.has_value());
+  follows_ = true;
+}
+
+void PagePool::ChoosePages(std::vector<std::vector<int32_t>> pages) {
+  absl::MutexLock lock(&mutex_);
+  SLUICE_CHECK(follows_);
+  for (size_t i = 0; i < pages.size(); ++i) {
+    for (const int32_t page : pages[i]) {
+      SLUICE_CHECK(page >= 0 && page < kinds_[i % kinds_.size()].pages, "a page of this pool");
+    }
+  }
+  chosen_ = std::move(pages);
+}
+
+Reservation PagePool::PromisePages(const PagesByKind& pages) {
+  absl::MutexLock lock(&mutex_);
+  SLUICE_CHECK(follows_);
+  return MakePromise(pages, /*firm=*/true);
 }
 
 void PagePool::TakeRuns(const Extent& extent) {
@@ -347,6 +393,7 @@ void PagePool::GiveUp(Reservation& reservation, size_t kind, absl::Span<const in
 }
 
 void PagePool::GiveRun(size_t kind, PageRun run) {
+  if (follows_) return;  // rank 0 has them
   KindState& state = kinds_[kind];
   for (int32_t page = run.first; page < run.first + run.count; ++page) {
     SLUICE_CHECK(state.owned[static_cast<size_t>(page)], "a page is given back once");

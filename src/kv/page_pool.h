@@ -103,6 +103,19 @@ class PagePool {
   // Gives pages back. They stay promised to the reservation.
   void Give(Reservation& reservation, size_t kind, absl::Span<const int32_t> pages);
 
+  // ---- For a rank other than 0, whose pages have rank 0's numbers ----
+
+  // Leaves the choice of pages to rank 0's pool of the same shape, which also decides what fits:
+  // from now on any promise is made, any page may be taken, by several owners too, and what is
+  // taken next is what ChoosePages has said. REQUIRES: nothing is promised.
+  void FollowRankZero();
+  bool follows() const { return follows_; }
+  // Says which pages the next sequence that takes some has, [layer][kind] in the order of blocks,
+  // from its first block on.
+  void ChoosePages(std::vector<std::vector<int32_t>> pages);
+  // Promises so many pages of each kind. REQUIRES: follows().
+  Reservation PromisePages(const PagesByKind& pages);
+
   // ---- For the owner of idle pages ----
 
   // Drops idle pages, so many of each kind or more, and returns whether it dropped any.
@@ -189,7 +202,11 @@ class PagePool {
   int64_t TokensIn(size_t kind, int64_t pages) const {
     return pages / layout_.layers * layout_.kinds[kind].block_tokens;
   }
+  // Makes a promise that MayPromise allows.
+  Reservation MakePromise(const PagesByKind& pages, bool firm)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void TakeRuns(const Extent& extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TakeChosen(absl::Span<const Extent> extents) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveRun(size_t kind, PageRun run) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::string name_;
@@ -198,10 +215,12 @@ class PagePool {
   const double overcommit_;
   const bool shared_;
   std::vector<uint8_t*> base_;
+  bool follows_ = false;
   mutable absl::Mutex mutex_;
   std::optional<PageSlabs> slabs_ ABSL_GUARDED_BY(mutex_);  // only if kinds share the arena
   std::vector<KindState> kinds_ ABSL_GUARDED_BY(mutex_);
   Reclaimer reclaimer_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::vector<int32_t>> chosen_ ABSL_GUARDED_BY(mutex_);  // [layer][kind]
 };
 
 }  // namespace sluice

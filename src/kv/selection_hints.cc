@@ -89,6 +89,18 @@ absl::Status CheckHints(const SelectionHints& hints, const HintBounds& bounds) {
   return absl::OkStatus();
 }
 
+SelectionHints HintsOf(const SelectionHints& hints, const HintPart& part) {
+  SelectionHints out;
+  out.unit_tokens = hints.unit_tokens;
+  for (const SelectionHints::Entry& entry : hints.entries) {
+    const uint32_t head = entry.kv_head.value_or(part.first);
+    if (part.count > 0 && (head < part.first || head - part.first >= part.count)) continue;
+    out.entries.push_back(entry);
+    if (entry.kv_head.has_value()) out.entries.back().kv_head = head - part.first;
+  }
+  return out;
+}
+
 HintedUnits::HintedUnits(const SelectionHints& hints, int64_t unit_tokens, int64_t end)
     : hint_tokens_(hints.unit_tokens),
       unit_tokens_(unit_tokens),

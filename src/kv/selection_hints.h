@@ -52,6 +52,14 @@ struct HintBounds {
 // Returns INVALID_ARGUMENT, which names the field ("hints.entries[3].units") and the remedy.
 absl::Status CheckHints(const SelectionHints& hints, const HintBounds& bounds);
 
+// The KV heads of a divided model that a rank has. 0 heads: ranks divide no heads.
+struct HintPart {
+  uint32_t first = 0, count = 0;
+};
+// Returns what hints of the whole model say of a rank's heads, by the rank's numbers. Queries are
+// left out: no policy that takes them runs on ranks.
+SelectionHints HintsOf(const SelectionHints& hints, const HintPart& part);
+
 // Lists the units, of `unit_tokens` tokens each, that the hints name for a layer and KV head: the
 // newest row's units first, each row's in ascending order, and none twice.
 class HintedUnits {

@@ -20,6 +20,41 @@ SequenceCache::SequenceCache(PagePool* pool, Reservation reservation, SharedPref
 
 SequenceCache::~SequenceCache() { GivePages(0); }
 
+HomePages SequenceCache::Describe() const {
+  HomePages home;
+  home.shared_tokens = prefix_.tokens();
+  for (size_t kind = 0; kind < kinds_; ++kind) home.left[kind] = reservation_.left(kind);
+  home.pages = pages_;
+  return home;
+}
+
+std::unique_ptr<SequenceCache> SequenceCache::OfRankZero(PagePool* pool, HomePages home) {
+  const CacheLayout& layout = pool->layout();
+  const size_t kinds = layout.kinds.size();
+  SLUICE_CHECK(home.pages.size() == static_cast<size_t>(layout.layers) * kinds);
+  std::vector<std::vector<int32_t>> shared;
+  PagePool::PagesByKind promised = home.left;
+  TokensByKind tokens;
+  for (size_t i = 0; i < home.pages.size(); ++i) {
+    const std::vector<int32_t>& pages = home.pages[i];
+    const CacheKind& kind = layout.kinds[i % kinds];
+    const auto blocks = home.shared_tokens / kind.block_tokens;
+    SLUICE_CHECK(blocks <= std::ssize(pages));
+    shared.emplace_back(pages.begin(), pages.begin() + blocks);
+    promised[i % kinds] += std::ssize(pages) - blocks;
+    tokens[i % kinds] = std::ssize(pages) * kind.block_tokens;
+  }
+  SharedPrefix prefix;
+  if (home.shared_tokens > 0) {
+    prefix = SharedPrefix::OfOtherRank(home.shared_tokens, std::move(shared));
+  }
+  pool->ChoosePages(std::move(home.pages));
+  auto cache =
+      std::make_unique<SequenceCache>(pool, pool->PromisePages(promised), std::move(prefix));
+  cache->EnsureTokens(tokens);
+  return cache;
+}
+
 void SequenceCache::ReservePages() {
   for (size_t i = 0; i < pages_.size(); ++i) {
     pages_[i].reserve(pages_[i].size() +
@@ -110,7 +145,8 @@ uint8_t* SequenceCache::BlockAddress(int layer, size_t kind, int head, int64_t b
 }
 
 void SequenceCache::ForEachPiece(const HomeRange& range,
-                                 absl::FunctionRef<void(const HomePiece&)> visit) const {
+                                 absl::FunctionRef<void(const HomePiece&)> visit,
+                                 const HeadPlaces* places) const {
   const CacheKind& kind = pool_->layout().kinds[range.kind];
   SLUICE_CHECK(range.token_begin % kind.block_tokens == 0 && range.token_end <= tokens(range.kind));
   for (int64_t block = range.token_begin / kind.block_tokens;
@@ -118,7 +154,9 @@ void SequenceCache::ForEachPiece(const HomeRange& range,
     const int64_t tokens =
         std::min<int64_t>(kind.block_tokens, range.token_end - block * kind.block_tokens);
     for (int head = range.head_begin; head < range.head_end; ++head) {
-      uint8_t* home = BlockAddress(range.layer, range.kind, head, block);
+      const int own =
+          places == nullptr ? head : places->places[range.kind][static_cast<size_t>(head)].head;
+      uint8_t* home = BlockAddress(range.layer, range.kind, own, block);
       if (tokens == kind.block_tokens) {  // a whole block: its parts follow one another
         visit({block, head, home, static_cast<uint64_t>(kind.block_bytes())});
         continue;

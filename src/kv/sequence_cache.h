@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "src/kv/head_places.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/shared_prefix.h"
 
@@ -31,6 +32,14 @@ struct HomePiece {
   uint64_t bytes = 0;
 };
 
+// Says which pages a sequence has, so that another rank's cache of it can have the same ones
+// (PagePool::FollowRankZero).
+struct HomePages {
+  int64_t shared_tokens = 0;                // leading tokens in blocks that others may share
+  PagePool::PagesByKind left{};             // pages of each kind that are promised and not taken
+  std::vector<std::vector<int32_t>> pages;  // [layer][kind], in the order of blocks
+};
+
 class SequenceCache {
  public:
   // Starts with the pages of `prefix` and none of its own. The reservation is for what follows
@@ -39,6 +48,10 @@ class SequenceCache {
   SequenceCache(const SequenceCache&) = delete;
   SequenceCache& operator=(const SequenceCache&) = delete;
   ~SequenceCache();  // gives every page back: nothing may read or write them any more
+
+  HomePages Describe() const;
+  // Returns a cache as rank 0 has described it. REQUIRES: pool->follows().
+  static std::unique_ptr<SequenceCache> OfRankZero(PagePool* pool, HomePages home);
 
   // Makes room for positions [0, tokens): for all of them, or for none if an overcommitted pool
   // lacks a page now. It grows by kGrowthBlocks at least, if the reservation allows it and pages
@@ -82,9 +95,12 @@ class SequenceCache {
   }
   uint8_t* BlockAddress(int layer, size_t kind, int head, int64_t block) const;
   // Visits the memory of a chunk's payload in the payload's order: for each block, for each head,
-  // the parts of the block. The last block is short if the tokens end inside it. REQUIRES:
-  // range.token_begin is a block's first token, and there are pages for the range.
-  void ForEachPiece(const HomeRange& range, absl::FunctionRef<void(const HomePiece&)> visit) const;
+  // the parts of the block. The last block is short if the tokens end inside it. With `places` the
+  // heads are the whole model's, and a piece's memory is where rank 0 has the head of that place's
+  // number. REQUIRES: range.token_begin is a block's first token, and there are pages for the
+  // range.
+  void ForEachPiece(const HomeRange& range, absl::FunctionRef<void(const HomePiece&)> visit,
+                    const HeadPlaces* places = nullptr) const;
 
  private:
   friend class PrefixCache;  // exchanges pages and their owners

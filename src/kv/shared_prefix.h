@@ -21,7 +21,18 @@ class SharedPrefix {
   // Ends the share. REQUIRES: nothing of the sequence reads the blocks any more.
   void Reset();
 
-  bool empty() const { return node_ == nullptr; }
+  // Returns a share of blocks that a PrefixCache of another process has, which holds them for as
+  // long as this lives. `pages`: [layer][kind], as in PagePool::ChoosePages.
+  static SharedPrefix OfOtherRank(int64_t tokens, std::vector<std::vector<int32_t>> pages) {
+    SharedPrefix share;
+    share.tokens_ = tokens;
+    share.pages_ = std::move(pages);
+    return share;
+  }
+
+  bool empty() const { return tokens_ == 0; }
+  // Returns the page numbers, [layer][kind]; none once a SequenceCache has taken them over.
+  const std::vector<std::vector<int32_t>>& pages() const { return pages_; }
   // Returns the leading tokens that the blocks hold, a multiple of PrefixCache::unit_tokens().
   int64_t tokens() const { return tokens_; }
 

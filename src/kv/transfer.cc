@@ -16,7 +16,7 @@ std::string NewId() { return absl::StrFormat("%016x%016x", RandomU64(), RandomU6
 }  // namespace
 
 Transfer::Transfer(const Manifest& manifest, std::unique_ptr<SequenceCache> pages,
-                   absl::Duration lease_length)
+                   absl::Duration lease_length, const HeadPlaces* places)
     : id(NewId()),
       tenant(manifest.tenant),
       rendezvous_key(manifest.rendezvous_key),
@@ -27,7 +27,8 @@ Transfer::Transfer(const Manifest& manifest, std::unique_ptr<SequenceCache> page
       home(std::move(pages)),
       reused_tokens(static_cast<uint32_t>(home->shared_tokens())),
       lease(lease_length),
-      layout_(&home->pool()->layout()) {
+      places_(places),
+      layout_(places != nullptr ? &places->layout : &home->pool()->layout()) {
   size_t count = 0;
   for (const CacheKind& kind : layout_->kinds) {
     kind_begin.push_back(count);

@@ -35,8 +35,10 @@ class Transfer {
   enum class Block : uint8_t { kMissing, kClaimed, kLanded };
   enum class State { kReceiving, kCommitted, kPoisoned };
 
-  // A transfer that chunks will fill, behind the blocks that `pages` shares.
-  Transfer(const Manifest& manifest, std::unique_ptr<SequenceCache> pages, absl::Duration lease);
+  // A transfer that chunks will fill, behind the blocks that `pages` shares. `places`, of a divided
+  // model, outlives it; else null.
+  Transfer(const Manifest& manifest, std::unique_ptr<SequenceCache> pages, absl::Duration lease,
+           const HeadPlaces* places = nullptr);
   // A kept sequence: it has no chunks, and its caches come when they are at rest.
   Transfer(std::string tenant, std::vector<int32_t> tokens, uint32_t context_length,
            const CacheLayout& layout, absl::Duration lease);
@@ -49,7 +51,9 @@ class Transfer {
                static_cast<size_t>(k.BlocksFor(context_length)) +
            static_cast<size_t>(block);
   }
+  // Returns the layout of all ranks' caches together.
   const CacheLayout& layout() const { return *layout_; }
+  const HeadPlaces* places() const { return places_; }
   // Returns up to `most` ranges of blocks that have not landed. Neighbours in token order are
   // joined, and so are neighbouring heads that miss the same tokens.
   std::vector<MissingRange> Missing(size_t most) const;
@@ -84,6 +88,7 @@ class Transfer {
   AttachId attached = 0;      // 0: no Generate yet
 
  private:
+  const HeadPlaces* const places_ = nullptr;
   const CacheLayout* layout_;
 };
 

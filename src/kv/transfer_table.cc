@@ -92,7 +92,7 @@ TransferTable::TransferTable(Options options, PagePool* dram, const PagePool* hb
       store_(std::make_unique<TransferStore>(
           TransferStore::Limits{options_.max_open, options_.max_prompt_bytes, options_.retry_after},
           clock)),
-      kept_(store_.get(), &dram->layout(), options_.quotas, options_.max_lease),
+      kept_(store_.get(), &layout(), options_.quotas, options_.max_lease),
       prefixes_(options_.prefix_cache ? PrefixCache::Create(dram) : nullptr) {}
 
 TransferTable::~TransferTable() = default;
@@ -108,7 +108,7 @@ SharedPrefix TransferTable::FindPrefix(const Manifest& m, int64_t total) {
 }
 
 absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m) {
-  SLUICE_RETURN_IF_ERROR(CheckManifest(m, options_, dram_->layout()));
+  SLUICE_RETURN_IF_ERROR(CheckManifest(m, options_, layout()));
   const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
   const Footprint need = options_.footprint(m.context_length, total);
   SLUICE_RETURN_IF_ERROR(CheckCouldFit(need, *dram_, *hbm_));
@@ -134,7 +134,7 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   if (options_.quotas != nullptr) {
     SLUICE_ASSIGN_OR_RETURN(
         charge, options_.quotas->TakeDram(
-                    m.tenant, static_cast<uint64_t>(dram_->layout().BytesFor(need.dram_tokens))));
+                    m.tenant, static_cast<uint64_t>(layout().BytesFor(need.dram_tokens))));
   }
   SharedPrefix prefix = FindPrefix(m, total);
   Reservation reservation = dram_->TryReserve(need.dram_tokens - prefix.tokens());
@@ -149,8 +149,10 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   auto home = std::make_unique<SequenceCache>(dram_, std::move(reservation), std::move(prefix));
   home->EnsureTokens(m.context_length);
   home->Hold(std::move(charge));
+  if (options_.await_free_pages != nullptr) SLUICE_RETURN_IF_ERROR(options_.await_free_pages());
   transfer = std::make_shared<Transfer>(
-      m, std::move(home), m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease);
+      m, std::move(home), m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease,
+      options_.places.has_value() ? &*options_.places : nullptr);
   Reserved reserved{transfer->id,         transfer->lease,       options_.max_chunk_bytes,
                     options_.hint_tokens, options_.hint_queries, cached_tokens};
   SLUICE_RETURN_IF_ERROR(enter());  // others may have come meanwhile
@@ -179,7 +181,7 @@ absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
     if (transfer->state == Transfer::State::kCommitted) return context_length;
     SLUICE_RETURN_IF_ERROR(
         CheckFirstTokens(first_tokens, transfer->max_new_tokens, options_.vocab_size));
-    SLUICE_RETURN_IF_ERROR(CheckHints(hints, BoundsOf(dram_->layout(), context_length, options_)));
+    SLUICE_RETURN_IF_ERROR(CheckHints(hints, BoundsOf(layout(), context_length, options_)));
     if (options_.hint_queries == 0) hints.queries = {};
     if (options_.hint_tokens == 0) hints.entries = {};
     const bool keeps_hints = !hints.empty();

@@ -97,6 +97,11 @@ class TransferTable {
     std::function<int(int64_t total)> last_rows;
     // Holds tenants to their share of DRAM; outlives the table. Null: no quotas.
     TenantQuotas* quotas = nullptr;
+    // Where the heads are, of a model that ranks divide; none: all are in the pool's pages.
+    std::optional<HeadPlaces> places;
+    // Waits until no rank uses pages that were given back before; null: none does. UNAVAILABLE: a
+    // rank is lost.
+    std::function<absl::Status()> await_free_pages;
     // Returns when a call that is refused for want of room may be tried again; null: a second.
     std::function<absl::Duration()> retry_after;
   };
@@ -168,6 +173,10 @@ class TransferTable {
   // The Generate is gone. `abort_transfer`: nobody will come for the transfer any more.
   void Detach(AttachId id, bool abort_transfer);
 
+  // Returns the layout of the caches that are handed over: of all ranks together.
+  const CacheLayout& layout() const {
+    return options_.places.has_value() ? options_.places->layout : dram_->layout();
+  }
   absl::Duration max_lease() const { return options_.max_lease; }
 
   // Sequences that the engine keeps for another turn; a Generate attaches to them as to a transfer.

@@ -15,6 +15,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "src/engine/rank_heads.h"
 #include "src/facade/smg_service.h"
 #include "src/kv/selection_hints.h"
 #include "src/server/auto_policy.h"
@@ -69,20 +70,29 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   if (config_.policy() == kAutoPolicy) SLUICE_RETURN_IF_ERROR(ChooseAutoPolicy());
   SettleSpeculation(*model_, &config_);
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
-  if (ranks_.channel != nullptr) SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks_.channel, &config_));
-  SLUICE_ASSIGN_OR_RETURN(NodeMemory memory, NewNodeMemory(config_, *model_, device_.get()));
+  if (ranks_.channel != nullptr) {
+    SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks_.channel, &config_));
+    SLUICE_ASSIGN_OR_RETURN(ranks_.arenas, MakeArenas(*ranks_.channel, config_));
+  }
+  SLUICE_ASSIGN_OR_RETURN(NodeMemory memory,
+                          NewNodeMemory(config_, *model_, device_.get(), ranks_.arenas.get()));
   hbm_ = std::move(memory.hbm);
   dram_ = std::move(memory.dram);
   policy_ = std::move(memory.policy);
   Log(LogLevel::kInfo, "policy ready",
       {{"policy", policy_->name()}, {"max_sequences", config_.max_sequences()}});
+  if (ranks_.channel != nullptr) SLUICE_RETURN_IF_ERROR(MakeLeader());
   SLUICE_RETURN_IF_ERROR(MakeTransfers());
-  if (ranks_.channel != nullptr) {
-    SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks_.channel));
-    leader_ = std::make_unique<RankLeader>(policy_.get(), ranks_.channel.get(), ranks_.group.get(),
-                                           static_cast<int>(config_.max_sequences()));
-  }
   return StartEngine();
+}
+
+absl::Status DecodeNode::MakeLeader() {
+  SLUICE_ASSIGN_OR_RETURN(const HintPart part,
+                          HintPartOf(model_->whole_config(), 0, RanksOf(config_)));
+  SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks_.channel));
+  leader_ = std::make_unique<RankLeader>(policy_.get(), ranks_.channel.get(), ranks_.group.get(),
+                                         static_cast<int>(config_.max_sequences()), part);
+  return absl::OkStatus();
 }
 
 absl::Status DecodeNode::ChooseAutoPolicy() {
@@ -140,6 +150,11 @@ absl::Status DecodeNode::MakeTransfers() {
   };
   table.hint_tokens = policy_->hint_tokens();
   table.hint_queries = policy_->hint_queries();
+  if (leader_ != nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(table.places, HeadPlacesOf(model_->whole_config(), dram_->layout(),
+                                                       *ranks_.arenas, RanksOf(config_)));
+    table.await_free_pages = [leader = leader_.get()] { return leader->AwaitFreePages(); };
+  }
   table.quotas = &quotas_;
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
@@ -152,7 +167,7 @@ absl::Status DecodeNode::MakeTransfers() {
   Puller::Options pull;
   pull.metrics = &metrics_;
   pull.model_fingerprint = model_->fingerprint();
-  pull.layout = model_->cache_layout();
+  pull.layout = transfers_->layout();
   pull.max_context = static_cast<uint32_t>(model_->max_context());
   pull.max_tokens =
       static_cast<uint32_t>(std::clamp<int64_t>(policy_->max_tokens(), 0, model_->max_context()));
@@ -255,8 +270,7 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   ingest.metrics = &metrics_;
   ingest.access = security_.access();
   ingest.log_prompts = config_.log_prompts();
-  // Ranks take no caches over yet.
-  if (leader_ == nullptr) services.push_back(NewIngestService(ingest));
+  services.push_back(NewIngestService(ingest));
   gate_.emplace(security_.access(), security_.file.get(), transfers_.get(), &quotas_);
   GenerateOptions generate;
   generate.vocab_size = vocab_size;

@@ -56,6 +56,8 @@ class DecodeNode : public Node {
   // Puts the policy that auto takes into config_, and logs why.
   absl::Status ChooseAutoPolicy();
   absl::Status ChooseSizes();
+  // Waits until the other ranks have loaded, and makes leader_.
+  absl::Status MakeLeader();
   // Makes transfers_, channels_ and puller_.
   absl::Status MakeTransfers();
   absl::Status StartEngine();

@@ -217,7 +217,8 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   return o;
 }
 
-absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device) {
+absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device,
+                                         const SharedArenas* arenas) {
   NodeMemory memory;
   SLUICE_ASSIGN_OR_RETURN(PolicyOptions policy,
                           PolicyOptionsOf(config, model.fingerprint(), model.cache_layout()));
@@ -231,8 +232,10 @@ absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& mode
                           device->Allocate(MemoryKind::kDevice, config.hbm_bytes(), "hbm_bytes"));
   SLUICE_ASSIGN_OR_RETURN(memory.hbm,
                           PagePool::Create("hbm", shapes.hbm, std::move(hbm), config.overcommit()));
-  SLUICE_ASSIGN_OR_RETURN(Buffer dram,
-                          device->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes"));
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer dram, arenas != nullptr
+                       ? device->Pin(arenas->own(), arenas->bytes(), "dram_bytes")
+                       : device->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes"));
   SLUICE_ASSIGN_OR_RETURN(memory.dram, PagePool::Create("dram", shapes.dram, std::move(dram)));
   policy.device = device;
   policy.hbm = memory.hbm.get();

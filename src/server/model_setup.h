@@ -14,6 +14,7 @@
 #include "src/device/device.h"
 #include "src/device/memory_rates.h"
 #include "src/device/rank_group.h"
+#include "src/device/shared_arenas.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 #include "src/model/model_config.h"
@@ -51,8 +52,10 @@ struct NodeMemory {
   std::unique_ptr<PagePool> dram;
   std::unique_ptr<AttentionPolicy> policy;
 };
+// `arenas`: those of the node's ranks, whose own one is then the DRAM; null: the node has one rank.
 // REQUIRES: the sizes in `config` are numbers, not auto.
-absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device);
+absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device,
+                                         const SharedArenas* arenas = nullptr);
 
 // Returns nullopt if the model directory has no tokenizer.json, or one of an unknown kind (which is
 // logged); stop strings are then refused. A broken file is an error.

@@ -15,6 +15,7 @@
 #include "src/device/cpu_topology.h"
 #include "src/device/kernel_set.h"
 #include "src/engine/rank_follower.h"
+#include "src/engine/rank_heads.h"
 #include "src/server/auto_policy.h"
 #include "src/server/model_setup.h"
 #include "src/server/speculation.h"
@@ -84,13 +85,6 @@ absl::Status CheckRanks(Config* config) {
                                          "policy is ",
                                          policy));
   }
-  if (config->local_prefill() != "always") {
-    return Refused(*config,
-                   absl::StrCat("compute their prompts: set local_prefill to always; it is ",
-                                config->local_prefill()));
-  }
-  if (config->overcommit() > 1) return Refused(*config, "do not preempt: set overcommit to 1");
-  config->set_prefix_cache(false);  // a prompt's first caches would be on rank 0 alone
   if (config->speculation() == "auto") config->set_speculation("none");
   if (DraftTokensOf(*config) > 0)
     return Refused(*config, "make no drafts: set speculation to none");
@@ -183,6 +177,11 @@ absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device) {
   return ranks;
 }
 
+absl::StatusOr<std::unique_ptr<SharedArenas>> MakeArenas(RankChannel& channel,
+                                                         const Config& config) {
+  return SharedArenas::Make(channel, MeetingName(config, "dram"), config.dram_bytes(), kLoadTime);
+}
+
 absl::Status AwaitLoaded(RankChannel& channel) { return channel.Meet(kLoadTime); }
 
 absl::Status RunFollower(Config config, Signals& signals) {
@@ -194,15 +193,21 @@ absl::Status RunFollower(Config config, Signals& signals) {
       LoadModel(config, step.rows, step.logits, device.get(), ranks.group.get()));
   // The sizes of the KV caches are rank 0's.
   SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks.channel, &config));
-  SLUICE_ASSIGN_OR_RETURN(NodeMemory memory, NewNodeMemory(config, *model, device.get()));
+  SLUICE_ASSIGN_OR_RETURN(ranks.arenas, MakeArenas(*ranks.channel, config));
+  SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory,
+                          NewNodeMemory(config, *model, device.get(), ranks.arenas.get()));
+  memory.dram->FollowRankZero();
   SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks.channel));
   RankFollower::Options options;
+  SLUICE_ASSIGN_OR_RETURN(
+      options.part,
+      HintPartOf(model->whole_config(), static_cast<int>(config.rank()), RanksOf(config)));
   options.slots = static_cast<int>(config.max_sequences());
   options.max_context = model->max_context();
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<RankFollower> follower,
       RankFollower::Create(options, {device.get(), model.get(), memory.policy.get(),
-                                     ranks.channel.get(), ranks.group.get()}));
+                                     ranks.channel.get(), ranks.group.get(), memory.dram.get()}));
   Log(LogLevel::kInfo, "following",
       {{"rank", config.rank()},
        {"device", device->name()},

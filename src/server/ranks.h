@@ -13,6 +13,7 @@
 #include "src/device/device.h"
 #include "src/device/rank_channel.h"
 #include "src/device/rank_group.h"
+#include "src/device/shared_arenas.h"
 #include "src/server/cache_sizes.h"
 #include "src/server/signals.h"
 
@@ -26,7 +27,7 @@ int RanksOf(const Config& config);
 absl::Status ApplyWorkerSet(Config* config);
 
 // Returns INVALID_ARGUMENT, naming the setting, where several ranks cannot run so. Turns
-// speculation auto into none, and prefix_cache off.
+// speculation auto into none.
 absl::Status CheckRanks(Config* config);
 
 // Returns the ids of the rank's share of `cpus`, ascending; neighbours among ranks share a NUMA
@@ -43,6 +44,7 @@ void DivideMemory(const Config& config, MemoryFound* found);
 // A rank has these beside what a node has that is alone.
 struct NodeRanks {
   std::unique_ptr<RankChannel> channel;
+  std::unique_ptr<SharedArenas> arenas;  // their DRAM, once its size is known
   std::unique_ptr<RankGroup> group;
 };
 // Waits for the other ranks, and has rank 0 tell them its settings: on the others `config` is then
@@ -51,6 +53,10 @@ struct NodeRanks {
 absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device);
 // Has rank 0 tell the others its settings, or takes them over.
 absl::Status ShareSettings(RankChannel& channel, Config* config);
+// Makes the DRAM of all ranks, which have to call it at the same time. REQUIRES: dram_bytes is a
+// number, the same on every rank.
+absl::StatusOr<std::unique_ptr<SharedArenas>> MakeArenas(RankChannel& channel,
+                                                         const Config& config);
 // Waits until all ranks have loaded, so that their first steps begin together.
 absl::Status AwaitLoaded(RankChannel& channel);
 

@@ -4,16 +4,19 @@
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <filesystem>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/policy_factory.h"
 #include "src/base/crc32c.h"
 #include "src/base/status_macros.h"
 #include "src/engine/rank_follower.h"
+#include "src/engine/rank_heads.h"
 #include "src/model/policy_model.h"
 #include "tests/support/device.h"
 #include "tests/support/eventually.h"
 #include "tests/support/or_fail.h"
+#include "tests/support/ranks.h"
 
 namespace sluice::testing {
 namespace {
@@ -21,6 +24,12 @@ namespace {
 absl::StatusOr<std::unique_ptr<RankChannel>> JoinChannel(const RankGroupOptions& rank) {
   return RankChannel::Join(
       {rank.name + "-plans", rank.rank, rank.size, rank.join_timeout, rank.deadline});
+}
+
+absl::StatusOr<std::unique_ptr<SharedArenas>> MakeArenas(RankChannel& channel, const NodeOptions& o,
+                                                         const RankGroupOptions& rank) {
+  return SharedArenas::Make(channel, rank.name + "-dram", static_cast<size_t>(o.dram_bytes),
+                            rank.join_timeout);
 }
 
 Model::Options ModelOptionsOf(const NodeOptions& o) {
@@ -43,7 +52,8 @@ struct Memory {
   std::unique_ptr<AttentionPolicy> policy;
 };
 
-absl::StatusOr<Memory> MakeMemory(const NodeOptions& o, const Model& model, Device* device) {
+absl::StatusOr<Memory> MakeMemory(const NodeOptions& o, const Model& model, Device* device,
+                                  const SharedArenas* arenas) {
   Memory memory;
   PolicyOptions policy = o.policy;
   DescribeModel(model, &policy);
@@ -56,8 +66,10 @@ absl::StatusOr<Memory> MakeMemory(const NodeOptions& o, const Model& model, Devi
       Buffer hbm, device->Allocate(MemoryKind::kDevice, static_cast<size_t>(o.hbm_bytes), "hbm"));
   SLUICE_ASSIGN_OR_RETURN(memory.hbm,
                           PagePool::Create("hbm", shapes.hbm, std::move(hbm), o.overcommit));
-  SLUICE_ASSIGN_OR_RETURN(Buffer dram, device->Allocate(MemoryKind::kPinned,
-                                                        static_cast<size_t>(o.dram_bytes), "dram"));
+  const auto dram_bytes = static_cast<size_t>(o.dram_bytes);
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer dram, arenas != nullptr ? device->Pin(arenas->own(), arenas->bytes(), "dram")
+                                     : device->Allocate(MemoryKind::kPinned, dram_bytes, "dram"));
   SLUICE_ASSIGN_OR_RETURN(memory.dram, PagePool::Create("dram", shapes.dram, std::move(dram)));
   policy.device = device;
   policy.hbm = memory.hbm.get();
@@ -78,13 +90,37 @@ absl::Status Follow(const NodeOptions& o, const RankGroupOptions& rank) {
   options.tensor_rank = rank.rank;
   options.ranks = ranks.get();
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(options, device.get()));
-  SLUICE_ASSIGN_OR_RETURN(const Memory memory, MakeMemory(o, *model, device.get()));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<SharedArenas> arenas,
+                          MakeArenas(*channel, o, rank));
+  SLUICE_ASSIGN_OR_RETURN(const Memory memory, MakeMemory(o, *model, device.get(), arenas.get()));
+  memory.dram->FollowRankZero();
   SLUICE_RETURN_IF_ERROR(channel->Meet(rank.join_timeout));
-  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankFollower> follower,
-                          RankFollower::Create({o.max_sequences, model->max_context()},
-                                               {device.get(), model.get(), memory.policy.get(),
-                                                channel.get(), ranks.get()}));
+  RankFollower::Options follow{o.max_sequences, model->max_context(), {}};
+  SLUICE_ASSIGN_OR_RETURN(follow.part, HintPartOf(model->whole_config(), rank.rank, rank.size));
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::unique_ptr<RankFollower> follower,
+      RankFollower::Create(follow, {device.get(), model.get(), memory.policy.get(), channel.get(),
+                                    ranks.get(), memory.dram.get()}));
   return follower->Run();
+}
+
+void OnRanks(NodeOptions options, int size, const std::function<void(Node&)>& work) {
+  const RankGroupOptions group = RankOptions(size);
+  std::vector<absl::Status> ends(static_cast<size_t>(size));
+  std::vector<std::thread> followers;
+  for (int rank = 1; rank < size; ++rank) {
+    RankGroupOptions own = group;
+    own.rank = rank;
+    followers.emplace_back(
+        [&ends, options, own] { ends[static_cast<size_t>(own.rank)] = Follow(options, own); });
+  }
+  {
+    options.ranks = &group;
+    Node node(options);
+    work(node);
+  }
+  for (std::thread& follower : followers) follower.join();
+  for (const absl::Status& end : ends) CHECK(end.ToString() == "OK");
 }
 
 Node::Node(const NodeOptions& o) {
@@ -97,24 +133,29 @@ Node::Node(const NodeOptions& o) {
     model.ranks = ranks_.get();
   }
   model_ = OrFail(Model::Load(model, device_.get()));
-  Memory memory = OrFail(MakeMemory(o, *model_, device_.get()));
+  if (o.ranks != nullptr) arenas_ = OrFail(MakeArenas(*channel_, o, *o.ranks));
+  Memory memory = OrFail(MakeMemory(o, *model_, device_.get(), arenas_.get()));
   hbm_ = std::move(memory.hbm);
   dram_ = std::move(memory.dram);
   policy_ = std::move(memory.policy);
   if (o.watch != nullptr) watch_ = o.watch(policy_.get());
-  if (o.ranks != nullptr) {
-    REQUIRE(channel_->Meet(o.ranks->join_timeout).ok());
-    leader_ =
-        std::make_unique<RankLeader>(policy_.get(), channel_.get(), ranks_.get(), o.max_sequences);
-  }
   TransferTable::Options transfers;
+  transfers.hint_queries = policy_->hint_queries();
+  if (o.ranks != nullptr) {
+    const ModelConfig& whole = model_->whole_config();
+    const HintPart part = OrFail(HintPartOf(whole, 0, o.ranks->size));
+    REQUIRE(channel_->Meet(o.ranks->join_timeout).ok());
+    leader_ = std::make_unique<RankLeader>(policy_.get(), channel_.get(), ranks_.get(),
+                                           o.max_sequences, part);
+    transfers.places = OrFail(HeadPlacesOf(whole, dram_->layout(), *arenas_, o.ranks->size));
+    transfers.await_free_pages = [this] { return leader_->AwaitFreePages(); };
+  }
   transfers.model_fingerprint = model_->fingerprint();
   transfers.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
   transfers.max_context = static_cast<uint32_t>(model_->max_context());
   transfers.max_lease = o.max_lease;
   transfers.hint_tokens = policy_->hint_tokens();
-  transfers.hint_queries = policy_->hint_queries();
-  transfers.prefix_cache = o.prefix_cache && o.ranks == nullptr;  // as CheckRanks has it
+  transfers.prefix_cache = o.prefix_cache;
   transfers.last_rows = [this](int64_t total) { return policy_->last_rows_wanted(total); };
   transfers.footprint = [this](int64_t context, int64_t total) {
     return policy_->FootprintOf(context, total);
@@ -161,7 +202,7 @@ Manifest Node::MakeManifest(const std::vector<int32_t>& prompt, uint32_t context
                             uint32_t max_new_tokens) const {
   Manifest manifest;
   manifest.model_fingerprint = model_->fingerprint();
-  manifest.cache_kinds = model_->cache_layout().kinds;
+  manifest.cache_kinds = transfers_->layout().kinds;
   manifest.context_length = context_length;
   manifest.prompt_token_ids.assign(prompt.begin(), prompt.end());
   manifest.max_new_tokens = max_new_tokens;
@@ -171,7 +212,7 @@ Manifest Node::MakeManifest(const std::vector<int32_t>& prompt, uint32_t context
 std::vector<uint8_t> Node::ChunkPayload(const std::vector<uint16_t>& k,
                                         const std::vector<uint16_t>& v, uint32_t begin,
                                         uint32_t end) const {
-  const CacheKind& kind = model_->cache_layout().kinds[0];
+  const CacheKind& kind = transfers_->layout().kinds[0];
   const auto heads = static_cast<size_t>(kind.heads);
   const auto dim = static_cast<size_t>(model_->config().head_dim);
   std::vector<uint8_t> payload;
@@ -222,7 +263,7 @@ std::string Node::Push(const std::vector<int32_t>& prompt, uint32_t context_leng
     header.transfer_id = reserved.transfer_id;
     header.layer = layer;
     header.kind = "kv";
-    header.head_end = static_cast<uint32_t>(model_->config().kv_heads);
+    header.head_end = static_cast<uint32_t>(transfers_->layout().kinds[0].heads);
     header.token_end = context_length;
     header.crc32c = Crc32c(payload);
     OrFail(Land(header, payload));

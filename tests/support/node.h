@@ -12,6 +12,7 @@
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_options.h"
 #include "src/device/device.h"
+#include "src/device/shared_arenas.h"
 #include "src/engine/drafter.h"
 #include "src/engine/engine.h"
 #include "src/engine/rank_leader.h"
@@ -108,6 +109,7 @@ class Node {
   std::unique_ptr<Device> device_;
   std::unique_ptr<RankChannel> channel_;  // with ranks
   std::unique_ptr<RankGroup> ranks_;
+  std::unique_ptr<SharedArenas> arenas_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<PagePool> hbm_, dram_;
   std::unique_ptr<AttentionPolicy> policy_;
@@ -123,6 +125,9 @@ class Node {
 // Runs another rank of a node of these options until the node ends, and returns how it ended. It
 // uses no assertions, so that any thread may run it.
 absl::Status Follow(const NodeOptions& options, const RankGroupOptions& rank);
+
+// Runs `work` on a node of `size` ranks, whose others are threads, and checks how those end.
+void OnRanks(NodeOptions options, int size, const std::function<void(Node&)>& work);
 
 // Returns a greedy request for `max_tokens` tokens that ignores EOS.
 Request GreedyRequest(std::vector<int32_t> prompt, uint32_t max_tokens);

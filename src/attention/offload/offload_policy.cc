@@ -121,6 +121,7 @@ bool OffloadPolicy::MakeFirm(int /*slot*/) { return true; }
 bool OffloadPolicy::ReserveHostCopy(int /*slot*/, int64_t /*tokens*/, SharedPrefix /*prefix*/) {
   return true;
 }
+const SequenceCache* OffloadPolicy::HostCache(int slot) const { return tier_->MutableHomeOf(slot); }
 SequenceCache* OffloadPolicy::HostCacheOfPrompt(int slot) { return tier_->MutableHomeOf(slot); }
 void OffloadPolicy::Evict(int /*slot*/, int64_t /*tokens*/) {}
 std::unique_ptr<SequenceCache> OffloadPolicy::DetachHostCache(int slot) {

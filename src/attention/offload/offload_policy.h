@@ -54,6 +54,7 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   // in its host cache already.
   bool MakeFirm(int slot) override;
   bool ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) override;
+  const SequenceCache* HostCache(int slot) const override;
   SequenceCache* HostCacheOfPrompt(int slot) override;
   void Evict(int slot, int64_t tokens) override;
   std::unique_ptr<SequenceCache> DetachHostCache(int slot) override;

@@ -41,6 +41,9 @@ class CudaDevice : public Device {
     }
     return kind == MemoryKind::kDevice ? AllocateHbm(bytes, what) : AllocatePinned(bytes, what);
   }
+  absl::StatusOr<Buffer> Pin(void* data, size_t bytes, const std::string& what) override {
+    return PinMapped(data, bytes, what);
+  }
   std::unique_ptr<Stream> NewStream(StreamKind kind) override {
     return std::make_unique<CudaStream>(&health_, kind);
   }

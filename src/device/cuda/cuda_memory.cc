@@ -65,6 +65,20 @@ void PreferGpuNode(uint8_t* data, size_t bytes) {
   }
 }
 
+absl::Status NoMemory(size_t bytes, const std::string& what, const char* why) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("no pinned memory for ", what, ": ", Bytes(bytes), " were asked for (", why,
+                   "); ask for less, or raise the limit of locked memory"));
+}
+
+absl::Status Register(void* data, size_t bytes, const std::string& what) {
+  const cudaError_t error =
+      cudaHostRegister(data, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  if (error == cudaSuccess) return absl::OkStatus();
+  cudaGetLastError();  // clears the error, which is returned below
+  return NoMemory(bytes, what, cudaGetErrorString(error));
+}
+
 // A mapping that is registered with CUDA.
 class PinnedMapping {
  public:
@@ -94,23 +108,14 @@ class PinnedMapping {
     TouchInParallel(data_, rounded, page, GpuPlacement().cpus);
     // The memory is registered in one piece: a copy may not cross two, and pieces of 1 GiB are
     // registered no faster.
-    const cudaError_t error =
-        cudaHostRegister(data_, rounded, cudaHostRegisterPortable | cudaHostRegisterMapped);
-    registered_ = error == cudaSuccess;
-    if (registered_) return absl::OkStatus();
-    cudaGetLastError();  // clears the error, which is returned below
-    return NoMemory(bytes, what, cudaGetErrorString(error));
+    SLUICE_RETURN_IF_ERROR(Register(data_, rounded, what));
+    registered_ = true;
+    return absl::OkStatus();
   }
 
   void* data() const { return data_; }
 
  private:
-  static absl::Status NoMemory(size_t bytes, const std::string& what, const char* why) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("no pinned memory for ", what, ": ", Bytes(bytes), " were asked for (", why,
-                     "); ask for less, or raise the limit of locked memory"));
-  }
-
   uint8_t* mapped_ = nullptr;
   size_t mapped_bytes_ = 0;
   uint8_t* data_ = nullptr;
@@ -151,6 +156,11 @@ absl::StatusOr<Buffer> AllocatePinned(size_t bytes, const std::string& what) {
   void* const data = mapping->data();
   return Buffer(data, bytes,
                 [mapping = std::move(mapping)](void*, size_t) mutable { mapping.reset(); });
+}
+
+absl::StatusOr<Buffer> PinMapped(void* data, size_t bytes, const std::string& what) {
+  SLUICE_RETURN_IF_ERROR(Register(data, bytes, what));
+  return Buffer(data, bytes, [](void* begin, size_t) { cudaHostUnregister(begin); });
 }
 
 }  // namespace sluice

@@ -17,5 +17,7 @@ absl::StatusOr<Buffer> AllocateHbm(size_t bytes, const std::string& what);
 // 16 cores): 32 GiB in 1.7 s; in 6.1 s where a virtual machine's host has to find the memory first;
 // cudaHostAlloc takes 17 s. RESOURCE_EXHAUSTED names `what` and the bytes.
 absl::StatusOr<Buffer> AllocatePinned(size_t bytes, const std::string& what);
+// Registers memory that is mapped already, until the result ends.
+absl::StatusOr<Buffer> PinMapped(void* data, size_t bytes, const std::string& what);
 
 }  // namespace sluice

@@ -240,7 +240,10 @@ v1::ModelInfo MakeModelInfo(const Model& model) {
   out.set_vocab_size(static_cast<uint32_t>(config.vocab_size));
   out.set_max_context(static_cast<uint32_t>(model.max_context()));
   for (const int32_t id : config.eos_token_ids) out.add_eos_token_ids(static_cast<uint32_t>(id));
-  for (const CacheKind& kind : model.cache_layout().kinds) *out.add_cache_kinds() = ToProto(kind);
+  for (CacheKind kind : model.cache_layout().kinds) {
+    if (!config.latent.has_value()) kind.heads = config.kv_heads;  // those of all ranks
+    *out.add_cache_kinds() = ToProto(kind);
+  }
   out.set_name(config.name);
   out.set_weight_bytes(static_cast<uint64_t>(model.weight_bytes()));
   return out;

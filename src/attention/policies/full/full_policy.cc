@@ -165,6 +165,10 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     copy_stream_->Record(*s.warm);
   }
 
+  const SequenceCache* HostCache(int slot) const override {
+    return slots_[static_cast<size_t>(slot)].home.get();
+  }
+
   std::unique_ptr<SequenceCache> DetachHostCache(int slot) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
     SLUICE_CHECK(s.evicted);

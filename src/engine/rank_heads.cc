@@ -1,0 +1,38 @@
+#include "src/engine/rank_heads.h"
+
+#include "src/base/status_macros.h"
+#include "src/model/shard.h"
+
+namespace sluice {
+
+absl::StatusOr<HintPart> HintPartOf(const ModelConfig& whole, int rank, int ranks) {
+  HintPart part;
+  if (whole.latent.has_value()) return part;
+  SLUICE_ASSIGN_OR_RETURN(const Shard shard, ShardOf(whole, rank, ranks));
+  part.first = static_cast<uint32_t>(shard.kv_heads.first);
+  part.count = static_cast<uint32_t>(shard.kv_heads.count);
+  return part;
+}
+
+absl::StatusOr<HeadPlaces> HeadPlacesOf(const ModelConfig& whole, const CacheLayout& own,
+                                        const SharedArenas& arenas, int ranks) {
+  HeadPlaces out;
+  out.layout = own;
+  for (CacheKind& kind : out.layout.kinds) {
+    const int own_heads = kind.heads;
+    if (!whole.latent.has_value()) kind.heads = whole.kv_heads;
+    std::vector<HeadPlaces::Place>& places =
+        out.places.emplace_back(static_cast<size_t>(kind.heads));
+    for (int rank = 0; rank < ranks; ++rank) {
+      SLUICE_ASSIGN_OR_RETURN(const HintPart part, HintPartOf(whole, rank, ranks));
+      for (int head = 0; head < own_heads; ++head) {
+        HeadPlaces::Place& place = places[part.first + static_cast<size_t>(head)];
+        place.head = head;
+        place.distances.push_back(arenas.Of(rank) - arenas.Of(0));
+      }
+    }
+  }
+  return out;
+}
+
+}  // namespace sluice
