@@ -88,6 +88,7 @@ struct HostRanks::Header {
   char why[kWhyBytes];
   RankWord joined[kMaxRanks];
   std::atomic<uint32_t> left[kMaxRanks];
+  std::atomic<uint32_t> beats[kMaxRanks];  // of FindStill
 };
 
 bool HostRanks::IsFree(int fd, int rank) {
@@ -98,7 +99,7 @@ bool HostRanks::IsFree(int fd, int rank) {
 bool HostRanks::IsGone(int rank) const { return rank != options_.rank && IsFree(fd_, rank); }
 
 HostRanks::HostRanks(const Options& options, int fd, Header* header)
-    : options_(options), fd_(fd), header_(header) {}
+    : options_(options), fd_(fd), header_(header), beats_(static_cast<size_t>(options.size)) {}
 
 HostRanks::~HostRanks() {
   header_->left[options_.rank].store(1, std::memory_order_release);
@@ -269,6 +270,38 @@ int HostRanks::Ended() const {
     if (IsGone(rank) && header_->left[rank].load(std::memory_order_acquire) == 0) return rank;
   }
   return -1;
+}
+
+absl::Status HostRanks::Look(absl::Duration still_limit) {
+  const int ended = Ended();
+  if (ended >= 0) {
+    return Fail(RankLost(ended, absl::StrCat("of '", options_.name, "' has ended")));
+  }
+  const int still = FindStill(still_limit);
+  if (still >= 0) {
+    return Fail(RankLost(still, absl::StrCat("of '", options_.name, "' has stood still for ",
+                                             absl::FormatDuration(still_limit))));
+  }
+  return failure();
+}
+
+int HostRanks::FindStill(absl::Duration limit) {
+  const absl::Time now = absl::Now();
+  const bool awake = now - last_look_ < limit / 3;
+  last_look_ = now;
+  header_->beats[options_.rank].fetch_add(1, std::memory_order_relaxed);
+  int still = -1;
+  for (int rank = 0; rank < size(); ++rank) {
+    Beat& seen = beats_[static_cast<size_t>(rank)];
+    const uint32_t value = header_->beats[rank].load(std::memory_order_relaxed);
+    if (value != seen.value || value == 0 || !awake) {
+      seen = {value, now};
+    } else if (rank != options_.rank && now - seen.at > limit &&
+               header_->left[rank].load(std::memory_order_acquire) == 0) {
+      still = rank;
+    }
+  }
+  return still;
 }
 
 absl::Status HostRanks::Fail(const absl::Status& why) {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -62,6 +63,13 @@ class HostRanks {
 
   // Returns a rank that has ended without leaving in good order, or -1.
   int Ended() const;
+  // Fails the group if a rank has ended or stands still for `still_limit` (FindStill). Returns the
+  // failure.
+  absl::Status Look(absl::Duration still_limit);
+  // Shows that this rank's process runs, and returns a rank that has shown so before and not for
+  // `limit`, or -1. Time in which the caller stood still does not count. One thread calls it, ten
+  // times a second or more.
+  int FindStill(absl::Duration limit);
   // Makes failure() not OK on every rank and ends all waits. Returns the failure that stays, which
   // is the first.
   absl::Status Fail(const absl::Status& why);
@@ -79,9 +87,16 @@ class HostRanks {
   bool IsGone(int rank) const;
   static bool IsFree(int fd, int rank);
 
+  struct Beat {
+    uint32_t value = 0;
+    absl::Time at;  // when it was first seen
+  };
+
   const Options options_;
   const int fd_;
   Header* const header_;
+  std::vector<Beat> beats_;  // by rank, as FindStill has seen them
+  absl::Time last_look_ = absl::InfinitePast();
 };
 
 }  // namespace sluice

@@ -4,15 +4,16 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "src/base/status_macros.h"
-#include "src/device/rank_group.h"
 
 namespace sluice {
 namespace {
 
 // The ring has this many bytes, some thousand plans. It divides 2^32, since positions wrap.
 constexpr uint32_t kRing = uint32_t{1} << 20;
-constexpr absl::Duration kLook = absl::Seconds(1);
+constexpr absl::Duration kLook = absl::Milliseconds(200);
 
 }  // namespace
 
@@ -38,6 +39,27 @@ absl::StatusOr<std::unique_ptr<RankChannel>> RankChannel::Join(const Options& op
   return std::unique_ptr<RankChannel>(new RankChannel(options, std::move(host)));
 }
 
+absl::Status RankChannel::GroupStatus() const {
+  return group_ == nullptr ? absl::OkStatus() : group_->status();
+}
+
+absl::Status RankChannel::Await(RankWord& word, uint32_t value, int who, absl::Duration timeout,
+                                const char* what) const {
+  const absl::Time give_up = absl::Now() + timeout;
+  for (;;) {
+    const absl::Duration left = give_up - absl::Now();
+    SLUICE_ASSIGN_OR_RETURN(const bool there,
+                            host_->AwaitFor(word, value, who, std::min(left, kLook)));
+    if (there) return absl::OkStatus();
+    SLUICE_RETURN_IF_ERROR(GroupStatus());
+    if (left <= kLook) {
+      return host_->Fail(
+          RankLost(who, absl::StrCat("of '", options_.name, "' did not come to ", what, " within ",
+                                     absl::FormatDuration(timeout))));
+    }
+  }
+}
+
 absl::Status RankChannel::Write(const uint8_t* data, size_t bytes) {
   Shared& s = shared();
   while (bytes > 0) {
@@ -45,7 +67,7 @@ absl::Status RankChannel::Write(const uint8_t* data, size_t bytes) {
     const auto n = static_cast<uint32_t>(std::min<size_t>({bytes, kRing - at, kRing / 2}));
     for (int rank = 1; rank < size(); ++rank) {
       SLUICE_RETURN_IF_ERROR(
-          host_->Await(s.read[rank], position_ + n - kRing, rank, options_.deadline, "a plan"));
+          Await(s.read[rank], position_ + n - kRing, rank, options_.deadline, "a plan"));
     }
     std::memcpy(s.ring + at, data, n);
     position_ += n;
@@ -62,6 +84,7 @@ absl::Status RankChannel::Read(uint8_t* data, size_t bytes) {
     const uint32_t at = position_ % kRing;
     const auto n = static_cast<uint32_t>(std::min<size_t>({bytes, kRing - at, kRing / 2}));
     for (bool there = false; !there;) {
+      SLUICE_RETURN_IF_ERROR(GroupStatus());
       SLUICE_ASSIGN_OR_RETURN(there, host_->AwaitFor(s.written, position_ + n, 0, kLook));
     }
     std::memcpy(data, s.ring + at, n);
@@ -95,8 +118,8 @@ void RankChannel::Done() { HostRanks::Post(shared().done[rank()], messages_); }
 
 absl::Status RankChannel::AwaitDone(uint32_t messages) {
   for (int rank = 1; rank < size(); ++rank) {
-    SLUICE_RETURN_IF_ERROR(host_->Await(shared().done[rank], messages, rank, options_.deadline,
-                                        "the end of an order"));
+    SLUICE_RETURN_IF_ERROR(
+        Await(shared().done[rank], messages, rank, options_.deadline, "the end of an order"));
   }
   return absl::OkStatus();
 }
@@ -105,7 +128,7 @@ absl::Status RankChannel::Meet(absl::Duration timeout) {
   Shared& s = shared();
   HostRanks::Post(s.meets[rank()], ++meetings_);
   for (int other = 0; other < size(); ++other) {
-    SLUICE_RETURN_IF_ERROR(host_->Await(s.meets[other], meetings_, other, timeout, "the start"));
+    SLUICE_RETURN_IF_ERROR(Await(s.meets[other], meetings_, other, timeout, "the start"));
   }
   return absl::OkStatus();
 }

@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "src/device/host_ranks.h"
+#include "src/device/rank_group.h"
 
 namespace sluice {
 
@@ -27,6 +28,10 @@ class RankChannel {
   };
   // Waits until every rank has joined. Returns HostRanks::Join's errors.
   static absl::StatusOr<std::unique_ptr<RankChannel>> Join(const Options& options);
+
+  // Ends the waits of this rank also when the group has failed, whose watch sees more. Call it
+  // once, before any other thread uses the channel; the group outlives the channel's use.
+  void EndWith(const RankGroup* group) { group_ = group; }
 
   // Sends a message, of any length, to every other rank. UNAVAILABLE, reason RANK_LOST: a rank has
   // ended, or took nothing for the deadline. REQUIRES: rank 0.
@@ -53,12 +58,17 @@ class RankChannel {
   struct Shared;
   RankChannel(const Options& options, std::unique_ptr<HostRanks> host);
   Shared& shared() const;
+  // HostRanks::Await, which ends with the group as well.
+  absl::Status Await(RankWord& word, uint32_t value, int who, absl::Duration timeout,
+                     const char* what) const;
+  absl::Status GroupStatus() const;
   // Write and read bytes of the ring, in as many pieces as it takes.
   absl::Status Write(const uint8_t* data, size_t bytes);
   absl::Status Read(uint8_t* data, size_t bytes);
 
   const Options options_;
   const std::unique_ptr<HostRanks> host_;
+  const RankGroup* group_ = nullptr;
   uint32_t position_ = 0;  // bytes written or read so far; wraps
   uint32_t meetings_ = 0;
   uint32_t messages_ = 0;  // sent or received so far; wraps

@@ -39,6 +39,8 @@ struct RankGroupOptions {
   // The time for which an operation waits for a rank that is alive. A rank that has ended is
   // noticed in a tenth of a second.
   absl::Duration deadline = absl::Seconds(30);
+  // A rank whose process stands still for so long, stopped or without a cpu, is lost.
+  absl::Duration still_limit = absl::Seconds(3);
   // On the CPU device a rank shows the others this many bytes at a time. Larger operations go in
   // rounds.
   size_t round_bytes = size_t{256} << 10;

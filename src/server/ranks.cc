@@ -173,6 +173,7 @@ absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device) {
   group.size = channel.size;
   group.join_timeout = kStartTime;
   SLUICE_ASSIGN_OR_RETURN(ranks.group, device->JoinRanks(group));
+  ranks.channel->EndWith(ranks.group.get());
   Log(LogLevel::kInfo, "ranks joined", {{"rank", config->rank()}, {"ranks", channel.size}});
   return ranks;
 }

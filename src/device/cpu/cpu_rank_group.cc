@@ -79,14 +79,10 @@ class CpuRankGroup : public RankGroup {
         {CollectiveName(operation.kind), TraceSlice::Kind::kKernel, 0});
   }
 
-  // Notices a rank that ends while nobody waits for it.
+  // Notices a rank that ends or stands still while nobody waits for it.
   void Watch() {
     while (!stop_.WaitForNotificationWithTimeout(kLook) && status().ok()) {
-      const int ended = host_->Ended();
-      if (ended >= 0) {
-        host_->Fail(RankLost(ended, absl::StrCat("of '", options_.name, "' has ended")))
-            .IgnoreError();
-      }
+      host_->Look(options_.still_limit).IgnoreError();
     }
     if (!status().ok()) health_->FailWith(status());
   }

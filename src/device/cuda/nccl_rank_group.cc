@@ -107,9 +107,7 @@ class NcclRankGroup : public RankGroup {
   absl::Status Trouble() const {
     SLUICE_RETURN_IF_ERROR(host_->failure());
     SLUICE_RETURN_IF_ERROR(health_->status());
-    const int ended = host_->Ended();
-    if (ended < 0) return absl::OkStatus();
-    return RankLost(ended, absl::StrCat("of '", options_.name, "' has ended"));
+    return host_->Look(options_.still_limit);
   }
 
   // Waits until a call that NCCL goes on with by itself is over. A failure is the group's.

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "src/base/error.h"
 #include "src/base/rng.h"
+#include "src/device/shared_arenas.h"
 #include "tests/support/ranks.h"
 #include "tests/test_main.h"
 
@@ -92,6 +94,66 @@ TEST_CASE("a channel ends when a rank is killed", "[device][processes]") {
       CHECK(wrong[rank] == (static_cast<int>(rank) == victim ? "died" : ""));
     }
   }
+}
+
+TEST_CASE("rank 0 learns when its messages are carried out", "[device][ranks]") {
+  std::atomic<int> carried = 0;
+  const auto wrong = testing::RunRankThreads(
+      testing::RankOptions(3), [&](const RankGroupOptions& options) -> std::string {
+        const auto channel = Join(options);
+        if (!channel.ok()) return std::string(channel.status().message());
+        for (int i = 1; i <= 20; ++i) {
+          if (options.rank == 0) {
+            if (!(*channel)->Send(Message(1)).ok()) return "not sent";
+            const absl::Status done = (*channel)->AwaitDone((*channel)->sent());
+            if (!done.ok()) return done.ToString();
+            if (carried != 2 * i) return "the others had not carried it out";
+            continue;
+          }
+          if (!(*channel)->Receive().ok()) return "not received";
+          absl::SleepFor(absl::Milliseconds(options.rank));
+          ++carried;
+          (*channel)->Done();
+        }
+        return "";
+      });
+  CHECK(testing::Joined(wrong) == "");
+}
+
+TEST_CASE("rank 0 writes into the arena of each rank", "[device][processes]") {
+  constexpr size_t kBytes = size_t{3} << 20;
+  const auto wrong = testing::RunRankProcesses(
+      testing::RankOptions(3), [](const RankGroupOptions& options) -> std::string {
+        const auto channel = Join(options);
+        if (!channel.ok()) return std::string(channel.status().message());
+        const auto arenas =
+            SharedArenas::Make(**channel, options.name + "-memory", kBytes, absl::Seconds(10));
+        if (!arenas.ok()) return arenas.status().ToString();
+        for (int rank = 0; options.rank == 0 && rank < options.size; ++rank) {
+          (*arenas)->Of(rank)[kBytes - 1] = static_cast<uint8_t>(10 + rank);
+        }
+        if (!(*channel)->Meet(absl::Seconds(10)).ok()) return "no meeting";
+        const uint8_t* own = (*arenas)->own();
+        return own[0] == 0 && own[kBytes - 1] == 10 + options.rank ? "" : "another's bytes";
+      });
+  CHECK(testing::Joined(wrong) == "");
+}
+
+TEST_CASE("an arena that /dev/shm has no room for is refused on every rank", "[device][ranks]") {
+  const auto wrong = testing::RunRankThreads(
+      testing::RankOptions(2), [](const RankGroupOptions& options) -> std::string {
+        const auto channel = Join(options);
+        if (!channel.ok()) return std::string(channel.status().message());
+        // Rank 1 asks for more than any machine has; rank 0 waits for it in vain.
+        const size_t bytes = options.rank == 1 ? size_t{1} << 50 : size_t{1} << 20;
+        const auto arenas =
+            SharedArenas::Make(**channel, options.name + "-memory", bytes, absl::Milliseconds(300));
+        if (options.rank == 0) return NotBlamed(arenas.status(), 1);
+        return arenas.status().message().find("/dev/shm") != std::string::npos
+                   ? ""
+                   : arenas.status().ToString();
+      });
+  CHECK(testing::Joined(wrong) == "");
 }
 
 TEST_CASE("a meeting ends by its time, and names who did not come", "[device][ranks]") {

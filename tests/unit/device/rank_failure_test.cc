@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <cstring>
@@ -112,6 +113,33 @@ TEST_CASE("a rank that is killed ends the others at once (cuda)",
   const auto wrong = RunWithDeath("cuda", 2, true);
   CHECK(wrong[0] == "");
   CHECK(wrong[1] == "died");
+}
+
+// A stopped process keeps its locks, so that only its silence gives it away. The third rank lets it
+// go on in the end.
+TEST_CASE("a rank that is stopped ends the others in seconds", "[device][ranks][processes]") {
+  void* const shared =
+      mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  REQUIRE(shared != MAP_FAILED);
+  auto* const stopped = static_cast<std::atomic<int>*>(shared);
+  RankGroupOptions all = testing::RankOptions(3);
+  all.still_limit = absl::Seconds(1);
+  const auto wrong = testing::RunRankProcesses(all, [&](const RankGroupOptions& options) {
+    const auto ending = SumsOn("portable", options, 10, [&](int i) {
+      if (i != 2) return;
+      absl::SleepFor(absl::Milliseconds(300));  // The ranks have seen one another run.
+      if (options.rank == 1) {
+        stopped->store(getpid());
+        raise(SIGSTOP);
+      }
+    });
+    if (options.rank == 2) kill(stopped->load(), SIGCONT);
+    const bool late = options.rank == 1;
+    return Blamed(ending, 1, late ? absl::ZeroDuration() : absl::Milliseconds(800),
+                  absl::Seconds(5));
+  });
+  CHECK(testing::Joined(wrong) == "");
+  munmap(shared, 4096);
 }
 
 TEST_CASE("a rank that does not come ends the others by the deadline", "[device][ranks]") {
