@@ -1,5 +1,6 @@
 #include "src/base/failpoint.h"
 
+#include <csignal>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -75,6 +76,7 @@ class Registry {
         failpoint_internal::armed[static_cast<size_t>(point)].store(false,
                                                                     std::memory_order_relaxed);
       }
+      if (state.term.action == FailpointTerm::Action::kKill) raise(SIGKILL);
       if (state.term.action != FailpointTerm::Action::kDelay) return true;
       pause = state.term.argument;
       sleep = sleep_;

@@ -8,6 +8,7 @@
 //   kv.reserve=error               every time
 //   ingest.landing=delay(50ms)     the thread sleeps there
 //   clock.jump=jump(-1h)           the clock leaps
+//   engine.step=kill@20            the process dies there, as by kill -9
 //   kv.wake=error%0.2*3@10         after 10 hits with probability 0.2, at most 3 times
 //   kv.wake=off                    disarmed
 //
@@ -96,6 +97,11 @@
   F(kAttentionGather, "attention.gather", kFault,                                                \
     "the KV that the first decode row of a step fetches is lost (policy ess)",                   \
     "the sequence ends with INTERNAL, reason TRANSFER_FAILED; the others go on, to the bit")     \
+  F(kRankOrder, "rank.order", kPause, "another rank than 0 comes late to what rank 0 orders",    \
+    "the ranks wait for it; a rank that is killed ends the group with RANK_LOST")                \
+  F(kRankCollective, "rank.collective", kPause,                                                  \
+    "a rank of the CPU device stays in the middle of a collective",                              \
+    "the ranks wait for it; a rank that is killed there leaves no token of that step")           \
   F(kDecodeSink, "decode.sink", kFault, "a stream has no room, as if its reader were slow",      \
     "the sequence is parked and goes on without losing a token")                                 \
   F(kDecodeReset, "decode.reset", kFault, "a Generate stream breaks",                            \
@@ -129,8 +135,8 @@ inline constexpr size_t kFailpoints = 0
     ;
 
 enum class FailpointKind : uint8_t {
-  kFault,  // takes error and delay
-  kPause,  // takes delay
+  kFault,  // takes error, delay and kill
+  kPause,  // takes delay and kill
   kClock,  // takes jump
 };
 
@@ -143,7 +149,7 @@ struct FailpointInfo {
 const FailpointInfo& InfoOf(Failpoint point);
 
 struct FailpointTerm {
-  enum class Action : uint8_t { kOff, kError, kDelay, kJump };
+  enum class Action : uint8_t { kOff, kError, kDelay, kJump, kKill };
   Failpoint point{};
   Action action = Action::kOff;
   absl::Duration argument;  // for kDelay and kJump

@@ -27,9 +27,9 @@ absl::Status Wrong(std::string_view term, const std::string& why) {
 const char* ActionsOf(FailpointKind kind) {
   switch (kind) {
     case FailpointKind::kFault:
-      return "error, delay(50ms) or off";
+      return "error, delay(50ms), kill or off";
     case FailpointKind::kPause:
-      return "delay(50ms) or off";
+      return "delay(50ms), kill or off";
     case FailpointKind::kClock:
       return "jump(1h), jump(-1h) or off";
   }
@@ -43,6 +43,7 @@ bool Takes(FailpointKind kind, Action action) {
     case Action::kError:
       return kind == FailpointKind::kFault;
     case Action::kDelay:
+    case Action::kKill:
       return kind != FailpointKind::kClock;
     case Action::kJump:
       return kind == FailpointKind::kClock;
@@ -60,6 +61,8 @@ const char* ActionName(Action action) {
       return "delay";
     case Action::kJump:
       return "jump";
+    case Action::kKill:
+      return "kill";
   }
   return "";
 }
@@ -117,7 +120,8 @@ absl::Status ParseAction(std::string_view term, std::string_view text, Failpoint
     name = text.substr(0, open);
     argument = text.substr(open + 1, text.size() - open - 2);
   }
-  const Action actions[] = {Action::kOff, Action::kError, Action::kDelay, Action::kJump};
+  const Action actions[] = {Action::kOff, Action::kError, Action::kDelay, Action::kJump,
+                            Action::kKill};
   const auto* action = std::find_if(std::begin(actions), std::end(actions),
                                     [&](Action a) { return name == ActionName(a); });
   if (action == std::end(actions) || !Takes(kind, *action)) return refuse();

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
@@ -53,6 +54,7 @@ absl::Status RankFollower::Run() {
 absl::Status RankFollower::RunOrders() {
   for (;;) {
     SLUICE_ASSIGN_OR_RETURN(const absl::Span<const uint8_t> message, parts_.channel->Receive());
+    SLUICE_FAILPOINT_PAUSE(kRankOrder);
     SLUICE_ASSIGN_OR_RETURN(const bool stop, CarryOut(message, *this));
     if (stop) return FinishAll();
     parts_.channel->Done();

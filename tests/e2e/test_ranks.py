@@ -1,6 +1,5 @@
 """A model that several processes divide among them (tensor_parallel): answers, ends, refusals."""
 
-import contextlib
 import signal
 import subprocess
 import threading
@@ -8,72 +7,21 @@ import time
 
 import grpc
 import pytest
-from google.protobuf import duration_pb2
-from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2
+from sluice.v1 import admin_pb2, common_pb2, decode_pb2
 from sluice_client import rpc
-from support.nodes import (BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, SCALE, TIMEOUT_S, Node, error_of, free_port,
-                           greedy, run, tokens_of)
+from support.nodes import BIN, DEVICE, ENVIRONMENT, TIMEOUT_S, Node, error_of, free_port, greedy, run, tokens_of
+from support.rank_lab import END_S, FLUSH_S, starting_ranks
+from support.rank_lab import EXACT as SHARED
 
 Code = grpc.StatusCode
-# One precision for all: the sums of ranks differ from those of one device in their last bits alone.
-EXACT = ([] if DEVICE == "cuda" else ["--kernels", FLOAT32_KERNELS, "--kv-dtype", "float32"]) + [
-    "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--max-sequences", "8", "--seed", "5",
-    "--local-prefill", "always"]
+COMPUTES = ["--local-prefill", "always"]
+EXACT = [*SHARED, *COMPUTES]
 PROMPTS = [[(7 * i * j + 3) % 500 for i in range(n)] for j, n in enumerate((1, 5, 40, 200), start=1)]
-END_S = 5 * SCALE  # in which the other ranks end when one is lost
-
-
-class Ranks:
-    """A running node of several ranks."""
-
-    def __init__(self, model, folder, size, *flags):
-        shared = [*EXACT, "--tensor-parallel", str(size), "--leader", f"127.0.0.1:{free_port()}", *flags]
-        self.followers, self.logs = [], []
-        for rank in range(1, size):
-            self.logs.append(folder / f"rank{rank}.log")
-            with self.logs[-1].open("w") as log:
-                self.followers.append(subprocess.Popen(
-                    [str(BIN / "sluice-server"), "--model", str(model), "--device", DEVICE, "--rank", str(rank),
-                     *shared], stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT | self.env(rank)))
-        try:
-            self.leader = Node("sluice-server", model, folder, *shared, env=self.env(0))
-        except BaseException:
-            for follower in self.followers:
-                follower.kill()
-            raise
-
-    @staticmethod
-    def env(rank):
-        """Ranks that share a GPU take part in NCCL as if each had a host of its own."""
-        return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"} if DEVICE == "cuda" else {}
-
-    def statuses(self, seconds=END_S):
-        """Returns the exit status of every rank, which must end in the time given."""
-        deadline = time.monotonic() + seconds
-        return [p.wait(max(0.01, deadline - time.monotonic())) for p in (self.leader.process, *self.followers)]
-
-    def end(self):
-        for process in (*self.followers, self.leader.process):
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
-        self.leader.channel.close()
 
 
 @pytest.fixture(name="ranks")
 def _ranks(tiny_models, tmp_path):
-    """ranks(name, size, *flags) -> Ranks, which end with the test."""
-    made = []
-
-    def begin(name, size, *flags):
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(Ranks(tiny_models(name), folder, size, *flags))
-        return made[-1]
-
-    yield begin
-    for each in made:
-        each.end()
+    yield from starting_ranks(tiny_models, tmp_path)
 
 
 def requests():
@@ -99,10 +47,11 @@ def answers(node):
     ("tiny-llama", 2, ("--policy", "hgca", "--hgca-window-tokens", "64")),
 ])
 def test_ranks_answer_as_one_node(name, size, flags, ranks, start, tiny_models):
+    flags = ("--prefix-cache=false", *flags)  # a sparse policy computes other rows behind a prefix
     if DEVICE == "cuda" and (size > 2 or flags):
         pytest.skip("two ranks share the GPU")
     one = answers(start("sluice-server", tiny_models(name), *EXACT, *flags))
-    node = ranks(name, size, *flags)
+    node = ranks(name, size, *COMPUTES, *flags)
     several = answers(node.leader)
     if DEVICE == "cuda":  # bf16 rounds otherwise where a sum has another order: texts part at near ties
         same = [a == b for a, b in zip(several, one)]
@@ -117,7 +66,7 @@ def test_ranks_answer_as_one_node(name, size, flags, ranks, start, tiny_models):
 
 def test_the_node_describes_the_whole_model(ranks, start, tiny_models):
     one = start("sluice-server", tiny_models("tiny-llama"), *EXACT)
-    node = ranks("tiny-llama", 2)
+    node = ranks("tiny-llama", 2, *COMPUTES)
     expected, found = (n.admin.GetModel(admin_pb2.GetModelRequest(), timeout=TIMEOUT_S).model
                        for n in (one, node.leader))
     assert (found.fingerprint, found.heads, found.kv_heads) == (expected.fingerprint, expected.heads,
@@ -138,7 +87,7 @@ def long_stream(node):
 def test_a_killed_rank_ends_streams_and_the_other_ranks(size, victim, ranks):
     if DEVICE == "cuda" and size > 2:
         pytest.skip("two ranks share the GPU")
-    node = ranks("tiny-llama", size)
+    node = ranks("tiny-llama", size, *COMPUTES)
     streams = [long_stream(node.leader) for _ in range(3)]
     errors = []
     readers = [threading.Thread(target=lambda s=s: errors.append(error_of(lambda: s))) for s in streams]
@@ -153,18 +102,18 @@ def test_a_killed_rank_ends_streams_and_the_other_ranks(size, victim, ranks):
     assert f"rank {victim} " in errors[0].details()
     expected = [1] * size
     expected[victim] = -signal.SIGKILL
-    assert node.statuses(seconds=10 * SCALE) == expected  # callers get 6 s to take their errors
+    assert node.statuses(seconds=FLUSH_S) == expected  # callers get 6 s to take their errors
 
 
 def test_a_rank_that_is_killed_while_nothing_runs_ends_the_node(ranks):
-    node = ranks("tiny-llama", 2)
+    node = ranks("tiny-llama", 2, *COMPUTES)
     node.followers[0].kill()
-    assert node.statuses(seconds=10 * SCALE) == [1, -signal.SIGKILL]
+    assert node.statuses(seconds=FLUSH_S) == [1, -signal.SIGKILL]
     assert "rank 1 " in node.leader.tail()
 
 
 def test_the_other_ranks_end_with_the_leader(ranks):
-    node = ranks("tiny-llama", 4 if DEVICE == "cpu" else 2)
+    node = ranks("tiny-llama", 4 if DEVICE == "cpu" else 2, *COMPUTES)
     stream = long_stream(node.leader)
     node.leader.process.kill()
     statuses = node.statuses()
@@ -174,7 +123,7 @@ def test_the_other_ranks_end_with_the_leader(ranks):
 
 
 def test_a_signal_to_another_rank_waits_for_the_leader(ranks):
-    node = ranks("tiny-llama", 2)
+    node = ranks("tiny-llama", 2, *COMPUTES)
     node.followers[0].send_signal(signal.SIGTERM)
     assert len(answers(node.leader)) == 2 * len(PROMPTS)
     assert node.followers[0].poll() is None

@@ -68,7 +68,7 @@ Exit status: 0, 1 if there is a problem, 2 for a wrong command line.
   tools/sluice failpoint set --decode 127.0.0.1:7000 kv.reserve=error*1 'kv.copy=delay(50ms)'
   tools/sluice failpoint clear --decode 127.0.0.1:7000
 
-A term is NAME=ACTION[%PROBABILITY][*COUNT][@SKIP]; ACTION is error, delay(TIME), jump(TIME) or off.
+A term is NAME=ACTION[%PROBABILITY][*COUNT][@SKIP]; ACTION is error, delay(TIME), jump(TIME), kill or off.
 set and clear need a node that was started with --allow-failpoints.
 """ + NODES,
     "drain": """examples:

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/host_stream.h"
 #include "src/device/host_ranks.h"
@@ -146,7 +147,10 @@ class CpuRankGroup : public RankGroup {
                                         static_cast<int32_t>(operation.type), operation.count};
     return absl::OkStatus();
   }
-  void Show() { HostRanks::Post(AreaOf(rank()).round, round_); }
+  void Show() {
+    HostRanks::Post(AreaOf(rank()).round, round_);
+    SLUICE_FAILPOINT_PAUSE(kRankCollective);
+  }
   // Waits until `other` has shown its part of the round, and checks that it is of this operation.
   absl::Status See(int other, const Operation& operation) {
     SLUICE_RETURN_IF_ERROR(AwaitRank(other, round_, operation));

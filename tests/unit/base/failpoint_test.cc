@@ -50,13 +50,13 @@ TEST_CASE("a term is read as it is written") {
 TEST_CASE("a wrong term is refused with what would be right") {
   CHECK(absl::StrContains(Refusal("kv.resrve=error"), "did you mean kv.reserve?"));
   CHECK(absl::StrContains(Refusal("kv.reserve"), "NAME=ACTION"));
-  CHECK(absl::StrContains(Refusal("kv.reserve=explode"), "error, delay(50ms) or off"));
-  CHECK(absl::StrContains(Refusal("kv.reserve=jump(1s)"), "error, delay(50ms) or off"));
-  CHECK(absl::StrContains(Refusal("kv.copy=error"), "must be delay(50ms) or off"));
+  CHECK(absl::StrContains(Refusal("kv.reserve=explode"), "error, delay(50ms), kill or off"));
+  CHECK(absl::StrContains(Refusal("kv.reserve=jump(1s)"), "error, delay(50ms), kill or off"));
+  CHECK(absl::StrContains(Refusal("kv.copy=error"), "must be delay(50ms), kill or off"));
   CHECK(absl::StrContains(Refusal("clock.jump=error"), "jump(1h)"));
-  CHECK(absl::StrContains(Refusal("kv.reserve=error(1)"), "error, delay(50ms) or off"));
-  CHECK(absl::StrContains(Refusal("kv.copy=delay"), "delay(50ms) or off"));
-  CHECK(absl::StrContains(Refusal("kv.copy=delay)"), "delay(50ms) or off"));
+  CHECK(absl::StrContains(Refusal("kv.reserve=error(1)"), "error, delay(50ms), kill or off"));
+  CHECK(absl::StrContains(Refusal("kv.copy=delay"), "delay(50ms), kill or off"));
+  CHECK(absl::StrContains(Refusal("kv.copy=delay)"), "delay(50ms), kill or off"));
   CHECK(absl::StrContains(Refusal("kv.copy=delay(2h)"), "from 0 to 1m"));
   CHECK(absl::StrContains(Refusal("kv.copy=delay(-1s)"), "from 0 to 1m"));
   CHECK(absl::StrContains(Refusal("kv.copy=delay(50)"), "unit"));

@@ -1,0 +1,72 @@
+"""Starts nodes of several ranks, and looks at how they end."""
+
+import contextlib
+import signal
+import subprocess
+import time
+
+from support.nodes import BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, SCALE, Node, free_port
+
+# One precision for all: the sums of ranks differ from those of one device in their last bits alone.
+PRECISION = [] if DEVICE == "cuda" else ["--kernels", FLOAT32_KERNELS, "--kv-dtype", "float32"]
+EXACT = [*PRECISION, "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--max-sequences", "8", "--seed", "5"]
+END_S = 5 * SCALE  # in which streams end when a rank is lost
+FLUSH_S = 10 * SCALE  # in which processes end: callers get 6 s to take their errors
+
+
+class Ranks:
+    """A running node of several ranks. `failpoints`: rank -> terms."""
+
+    def __init__(self, model, folder, size, *flags, failpoints=None, dram="64MiB"):
+        exact = [dram if before == "--dram-bytes" else flag for before, flag in zip(["", *EXACT], EXACT)]
+        shared = [*exact, "--tensor-parallel", str(size), "--leader", f"127.0.0.1:{free_port()}", *flags]
+        terms = {rank: ["--failpoints", text] for rank, text in (failpoints or {}).items()}
+        self.followers, self.logs = [], []
+        for rank in range(1, size):
+            self.logs.append(folder / f"rank{rank}.log")
+            with self.logs[-1].open("w") as log:
+                self.followers.append(subprocess.Popen(
+                    [str(BIN / "sluice-server"), "--model", str(model), "--device", DEVICE, "--rank", str(rank),
+                     *shared, *terms.get(rank, [])], stdout=log, stderr=subprocess.STDOUT,
+                    env=ENVIRONMENT | self.env(rank)))
+        try:
+            self.leader = Node("sluice-server", model, folder, *shared, *terms.get(0, []), env=self.env(0))
+        except BaseException:
+            for follower in self.followers:
+                follower.kill()
+            raise
+
+    @staticmethod
+    def env(rank):
+        """Ranks that share a GPU take part in NCCL as if each had a host of its own."""
+        return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"} if DEVICE == "cuda" else {}
+
+    def processes(self):
+        return [self.leader.process, *self.followers]
+
+    def statuses(self, seconds=END_S):
+        """Returns the exit status of every rank, which must end in the time given."""
+        deadline = time.monotonic() + seconds
+        return [p.wait(max(0.01, deadline - time.monotonic())) for p in self.processes()]
+
+    def end(self):
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+        self.leader.channel.close()
+
+
+def starting_ranks(tiny_models, folder):
+    """Yields ranks(name, size, *flags, **more) -> Ranks, which end with the test."""
+    made = []
+
+    def begin(name, size, *flags, **more):
+        own = folder / str(len(made))
+        own.mkdir()
+        made.append(Ranks(tiny_models(name), own, size, *flags, **more))
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.end()

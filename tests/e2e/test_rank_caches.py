@@ -1,0 +1,408 @@
+"""Caches of a node of two ranks: what is handed over, kept and shared, and what a lost rank leaves."""
+
+import signal
+import threading
+import time
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2, prefill_pb2
+from sluice_client import rpc
+from support.failpoint_lab import Stream
+from support.nodes import DEVICE, SCALE, TIMEOUT_S, Golden, error_of, greedy, matching_steps, tokens_of
+from support.rank_lab import END_S, EXACT, FLUSH_S, PRECISION, Ranks, starting_ranks
+from support.transfers import Part, Transfer, committed
+
+Code = grpc.StatusCode
+CASES = range(3)
+LONG = 1500
+# A prefill node has other bits where its kernels sum otherwise; what is compared is of one precision.
+PREFILL = [*PRECISION, "--hbm-bytes", "64MiB"]
+
+
+@pytest.fixture(name="ranks")
+def _ranks(tiny_models, tmp_path):
+    yield from starting_ranks(tiny_models, tmp_path)
+
+
+@pytest.fixture(scope="module", name="node")
+def _node(tiny_models, tmp_path_factory):
+    """A node of two ranks that the tests share."""
+    made = Ranks(tiny_models("tiny-llama"), tmp_path_factory.mktemp("ranks"), 2, "--prefix-cache=false")
+    yield made.leader
+    made.leader.settled()
+    made.leader.process.terminate()
+    statuses = made.statuses(FLUSH_S)
+    made.end()
+    assert statuses == [0, 0], made.leader.tail()
+
+
+@pytest.fixture(scope="module", name="prefill")
+def _prefill(start, tiny_models):
+    return start("sluice-prefill", tiny_models("tiny-llama"), *PREFILL, "--hold-seconds", "30s")
+
+
+@pytest.fixture(autouse=True)
+def unharmed(request):
+    """Checks that a test on the shared node leaves nothing there."""
+    if "node" not in request.fixturenames:
+        yield
+        return
+    node = request.getfixturevalue("node")
+    before = node.settled()
+    yield
+    node.wait_until_held(before)
+
+
+def generate(node, tokens=24, **request):
+    found, finish = tokens_of(node.decode.Generate(decode_pb2.GenerateRequest(
+        sampling=greedy(max_tokens=tokens, ignore_eos=True), **request), timeout=TIMEOUT_S))
+    return [token.id for token in found], finish
+
+
+def check_golden(g: Golden, case: int, ids: list[int]) -> None:
+    # The fixture's caches are bf16, and its tokens of float32.
+    matching_steps(ids, g.tokens(case)[:len(ids)], g.margins(case), 0.1)
+
+
+# ---- What comes in ----
+
+@pytest.mark.parametrize("name,size", [("tiny-llama", 2), ("tiny-qwen2", 2), ("tiny-qwen3", 2), ("tiny-llama", 4)])
+def test_golden_caches_decode_to_golden_tokens(name, size, ranks, golden):
+    if DEVICE == "cuda" and size > 2:
+        pytest.skip("two ranks share the GPU")
+    leader, g = ranks(name, size).leader, golden(name)
+    for case in CASES:
+        ids, finish = generate(leader, transfer_id=committed(leader, g, case))
+        check_golden(g, case, ids)
+        assert finish.usage.cached_tokens == len(g.prompt(case))
+
+
+@pytest.mark.parametrize("flags", [("--policy", "scout"), ("--policy", "recall"), ("--policy", "hgca"), ()],
+                         ids=lambda flags: flags[-1] if flags else "full")
+def test_push_and_pull_decode_as_on_one_device(flags, ranks, start, tiny_models, prefill):
+    one = start("sluice-server", tiny_models("tiny-llama"), *EXACT, *flags, "--prefix-cache=false")
+    several = ranks("tiny-llama", 2, *flags, "--prefix-cache=false").leader
+    prompt = [(i * 37) % 250 + 3 for i in range(200)]
+    answers = []
+    for node in (one, several):
+        pushed = prefill.prefill.Run(prefill_pb2.RunRequest(
+            prompt_token_ids=prompt, sampling=greedy(max_tokens=24, ignore_eos=True), decode_address=node.address),
+            timeout=TIMEOUT_S)
+        answers.append(generate(node, transfer_id=pushed.transfer_id)[0])
+        held = prefill.prefill.Run(prefill_pb2.RunRequest(prompt_token_ids=prompt, sampling=greedy(max_tokens=1)),
+                                   timeout=TIMEOUT_S)
+        answers.append(generate(node, source=held.source, prompt_token_ids=prompt)[0])
+    assert answers[0] == answers[1] and len(answers[0]) == 24
+    if DEVICE == "cpu":
+        assert answers[2:] == answers[:2]
+
+
+def test_a_broken_stream_is_resumed(node, golden):
+    g = golden("tiny-llama")
+    transfer = Transfer(node, g, case=2)
+    parts = transfer.parts()
+    assert {p.heads for p in parts} == {(0, 1), (1, 2)}  # one of each rank
+    over = threading.Event()
+
+    def breaks():
+        for part in parts[:20]:
+            yield transfer.message(part)
+        over.wait(TIMEOUT_S)
+
+    call = node.ingest.Write.future(breaks(), timeout=TIMEOUT_S)
+    while transfer.status().blocks_landed < 20:
+        time.sleep(0.01)
+    call.cancel()
+    over.set()
+    error = error_of(transfer.commit)
+    assert rpc.reason_of(error) == "MISSING_BLOCKS"
+    missing = transfer.status().missing
+    assert missing.count == len(parts) - 20
+    transfer.write(*(transfer.message(part) for part in parts[20:]))
+    transfer.commit()
+    check_golden(g, 2, generate(node, transfer_id=transfer.id)[0])
+
+
+def test_chunks_of_both_ranks_heads_in_any_order(node, golden):
+    g = golden("tiny-llama")
+    transfer = Transfer(node, g, case=2)
+    transfer.write(*(transfer.message(Part(layer, (0, 2), tokens))
+                     for layer in (2, 0, 1) for tokens in ((128, 257), (0, 64), (64, 128))))
+    transfer.commit()
+    check_golden(g, 2, generate(node, transfer_id=transfer.id)[0])
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_other_bytes_for_a_landed_block_poison_the_transfer(head, node, golden):
+    transfer = Transfer(node, golden("tiny-llama"))
+    message = transfer.message(Part(1, (head, head + 1), (0, 32)))
+    assert transfer.write(message).blocks_landed == 1
+    assert transfer.write(message).blocks_landed == 0
+    other = transfer.message(Part(1, (head, head + 1), (0, 32)), payload=bytes(len(message.payload)))
+    assert rpc.reason_of(error_of(lambda: transfer.write(other))) == "POISONED"
+    transfer.abort()
+
+
+def test_the_node_describes_the_caches_of_all_ranks(node, start, tiny_models):
+    one = start("sluice-server", tiny_models("tiny-llama"), *EXACT)
+    kinds = [n.admin.GetModel(admin_pb2.GetModelRequest(), timeout=TIMEOUT_S).model.cache_kinds for n in (one, node)]
+    assert kinds[0] == kinds[1] and kinds[0][0].heads == 2
+
+
+def test_a_full_node_refuses_and_takes_again(ranks, golden):
+    g = golden("tiny-llama")
+    node = ranks("tiny-llama", 2, "--prefix-cache=false", dram="4MiB").leader
+    rest = node.settled()
+    open_transfers = []
+    while True:
+        try:
+            open_transfers.append(Transfer(node, g, case=2))
+        except grpc.RpcError as error:
+            assert error.code() == Code.RESOURCE_EXHAUSTED and rpc.reason_of(error) == "DRAM_FULL"
+            assert "RetryInfo" in rpc.details_of(error)
+            break
+    # A rank has one of two heads, in float32: half as much as one device for each token.
+    assert len(open_transfers) >= 8
+    for transfer in open_transfers[1:]:
+        transfer.abort()
+    for _ in range(2 * len(open_transfers)):  # over all pages, and some again
+        check_golden(g, 2, generate(node, transfer_id=committed(node, g, 2))[0])
+    open_transfers[0].write_all()
+    open_transfers[0].commit()
+    check_golden(g, 2, generate(node, transfer_id=open_transfers[0].id)[0])
+    node.wait_until_held(rest)
+
+
+def test_streams_of_handed_over_prompts_run_together(node, golden):
+    g = golden("tiny-llama")
+    streams = [Stream(node, transfer_id=committed(node, g, i % 3), sampling=greedy(max_tokens=24)) for i in range(12)]
+    for i, stream in enumerate(streams):
+        assert stream.end().error is None
+        check_golden(g, i % 3, stream.ids)
+
+
+def test_a_sequence_is_kept_and_goes_on(ranks, start, tiny_models):
+    computes = ("--local-prefill", "always")
+    answers = []
+    for node in (start("sluice-server", tiny_models("tiny-llama"), *EXACT, *computes),
+                 ranks("tiny-llama", 2, *computes).leader):
+        prompt = [(i * 11) % 300 + 3 for i in range(90)]
+        first, finish = generate(node, prompt_token_ids=prompt, keep=duration_pb2.Duration(seconds=30))
+        assert finish.sequence_id
+        second, more = generate(node, sequence_id=finish.sequence_id, prompt_token_ids=[5, 6, 7])
+        assert more.usage.cached_tokens == 90 + 24 - 1
+        again, reused = generate(node, prompt_token_ids=prompt)
+        assert again == first and reused.usage.reused_tokens >= 64
+        answers.append((first, second))
+    if DEVICE == "cpu":
+        assert answers[0] == answers[1]
+
+
+def test_a_drain_lets_streams_finish_on_every_rank(ranks, golden):
+    g = golden("tiny-llama")
+    made = ranks("tiny-llama", 2, "--prefix-cache=false")
+    streams = [Stream(made.leader, transfer_id=committed(made.leader, g, 1, 200),
+                      sampling=greedy(max_tokens=200, ignore_eos=True)) for _ in range(3)]
+    for stream in streams:
+        stream.wait_for_tokens(1)
+    made.leader.process.terminate()
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:  # the signal comes a moment later
+        try:
+            made.leader.ingest.Reserve(Transfer(made.leader, g, reserve=False).request, timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            assert error.code() == Code.UNAVAILABLE
+            break
+        assert time.monotonic() < deadline
+    for stream in streams:
+        assert stream.end().error is None and len(stream.ids) == 200
+    assert made.statuses(FLUSH_S) == [0, 0]
+
+
+# ---- What a lost rank leaves ----
+
+class Scene:
+    """A node whose streams run while a transfer comes in, until a rank is lost."""
+
+    def __init__(self, made: Ranks, g: Golden):
+        self.made, self.node, self.g = made, made.leader, g
+        self.streams = []
+        self.writes: list[grpc.RpcError | None] = []
+        self.threads = []
+
+    def begin(self, streams=2):
+        for _ in range(streams):
+            transfer = Transfer(self.node, self.g, 1, LONG)
+            transfer.write_all()
+            transfer.commit()
+            self.streams.append(Stream(self.node, transfer_id=transfer.id,
+                                       sampling=greedy(max_tokens=LONG, ignore_eos=True)))
+        thread = threading.Thread(target=self._hand_over)
+        thread.start()
+        self.threads.append(thread)
+
+    def wait_for_tokens(self):
+        for stream in self.streams:
+            stream.wait_for_tokens(3)
+
+    def _hand_over(self):
+        """Hands prompts over, and decodes them, until the node no longer takes any."""
+        try:
+            while True:
+                transfer = Transfer(self.node, self.g, case=2)
+                transfer.write_all()
+                transfer.commit()
+                found, _ = tokens_of(self.node.decode.Generate(decode_pb2.GenerateRequest(
+                    transfer_id=transfer.id, sampling=greedy(max_tokens=24)), timeout=TIMEOUT_S))
+                check_golden(self.g, 2, [token.id for token in found])
+        except grpc.RpcError as error:
+            self.writes.append(error)
+
+    def check_lost(self, rank, since):
+        """Checks that every stream has ended by the loss of `rank`, in time, and with no bad token."""
+        for stream in self.streams:
+            stream.thread.join(max(0.1, since + END_S - time.monotonic()))
+            assert not stream.thread.is_alive(), f"a stream hangs {time.monotonic() - since:.1f} s after the loss"
+        for thread in self.threads:
+            thread.join(FLUSH_S)
+            assert not thread.is_alive(), "a hand-over hangs"
+        expected = self.g.tokens(1)
+        for stream in self.streams:
+            found = stream.ids[:len(expected)]
+            matching_steps(found, expected[:len(found)], self.g.margins(1), 0.1)
+            if rank == 0:
+                assert stream.error.code() == Code.UNAVAILABLE
+                continue
+            assert (stream.error.code(), rpc.reason_of(stream.error)) == (Code.UNAVAILABLE, "RANK_LOST"), stream.error
+            assert f"rank {rank} " in stream.error.details()
+        # All streams are greedy and of one prompt: where one has a token, the others have the same one.
+        longest = max((stream.ids for stream in self.streams), key=len, default=[])
+        assert all(stream.ids == longest[:len(stream.ids)] for stream in self.streams)
+        assert len(self.writes) == len(self.threads)
+        for error in self.writes:
+            assert error.code() == Code.UNAVAILABLE, error
+
+    def check_ended(self, rank, status):
+        expected = [1, 1]
+        expected[rank] = status
+        assert self.made.statuses(FLUSH_S) == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_streams_and_transfers(rank, ranks, golden):
+    scene = Scene(ranks("tiny-llama", 2, "--prefix-cache=false"), golden("tiny-llama"))
+    scene.begin()
+    scene.wait_for_tokens()
+    since = time.monotonic()
+    scene.made.processes()[rank].kill()
+    scene.check_lost(rank, since)
+    scene.check_ended(rank, -signal.SIGKILL)
+
+
+# Each kills its process where it stands. The first hits are those of the start: a canary of two tokens.
+FAILPOINTS = [
+    (0, "ingest.landing=kill@30"), (0, "ingest.write_answer=kill@1"), (0, "ingest.commit_answer=kill@2"),
+    (0, "kv.reserve=kill@3"), (0, "kv.wake=kill@5"), (0, "kv.reap=kill@20"), (0, "kv.admit=kill@4"),
+    (0, "kv.copy=kill@3"), (0, "engine.step=kill@30"), (0, "engine.wake=kill@8"), (0, "engine.queue=kill@3"),
+    (0, "engine.logits=kill@30"), (0, "decode.sink=kill@30"), (0, "service.handler=kill@10"),
+    (0, "rank.collective=kill@301"), (0, "rank.collective=kill@308"),
+    (1, "kv.admit=kill@4"), (1, "kv.copy=kill@3"), (1, "rank.order=kill@12"), (1, "rank.order=kill@40"),
+    (1, "rank.collective=kill@301"), (1, "rank.collective=kill@304"), (1, "rank.collective=kill@308"),
+]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="collectives of a GPU have no failpoint")
+@pytest.mark.parametrize("rank,terms", FAILPOINTS, ids=[f"{terms} on rank {rank}" for rank, terms in FAILPOINTS])
+def test_a_rank_that_is_killed_at_a_failpoint_ends_the_node(rank, terms, ranks, golden):
+    scene = Scene(ranks("tiny-llama", 2, "--prefix-cache=false", failpoints={rank: terms}), golden("tiny-llama"))
+    try:
+        scene.begin()
+    except grpc.RpcError as error:  # rank 0 is gone before the streams have begun
+        assert error.code() == Code.UNAVAILABLE
+    scene.made.processes()[rank].wait(TIMEOUT_S)
+    scene.check_lost(rank, time.monotonic())
+    scene.check_ended(rank, -signal.SIGKILL)
+
+
+def test_a_rank_that_is_slow_is_waited_for(ranks, golden):
+    g = golden("tiny-llama")
+    node = ranks("tiny-llama", 2, "--prefix-cache=false", failpoints={
+        1: "rank.order=delay(20ms);kv.copy=delay(100ms);rank.collective=delay(2ms)%0.2"}).leader
+    for case in (0, 1, 2, 2, 2):
+        check_golden(g, case, generate(node, transfer_id=committed(node, g, case))[0])
+
+
+def test_a_stopped_rank_ends_streams_and_transfers(ranks, golden):
+    scene = Scene(ranks("tiny-llama", 2, "--prefix-cache=false"), golden("tiny-llama"))
+    scene.begin()
+    scene.wait_for_tokens()
+    since = time.monotonic()
+    follower = scene.made.followers[0]
+    follower.send_signal(signal.SIGSTOP)
+    scene.check_lost(1, since)
+    assert scene.made.leader.process.wait(FLUSH_S) == 1
+    follower.send_signal(signal.SIGCONT)
+    scene.check_ended(1, 1)
+
+
+def test_a_rank_that_is_stopped_while_nothing_runs_ends_the_node(ranks):
+    made = ranks("tiny-llama", 2)
+    since = time.monotonic()
+    made.followers[0].send_signal(signal.SIGSTOP)
+    while made.leader.http("/readyz")[0] == 200:
+        assert time.monotonic() - since < END_S, "the node stays ready"
+        time.sleep(0.02)
+    assert made.leader.process.wait(FLUSH_S) == 1
+    assert "rank 1 " in made.leader.tail() and "stood still" in made.leader.tail()
+
+
+def test_the_others_end_when_rank_0_is_stopped(ranks, golden):
+    made = ranks("tiny-llama", 2, "--prefix-cache=false")
+    stream = Stream(made.leader, transfer_id=committed(made.leader, golden("tiny-llama"), 1, LONG),
+                    sampling=greedy(max_tokens=LONG, ignore_eos=True))
+    stream.wait_for_tokens(3)
+    made.leader.process.send_signal(signal.SIGSTOP)
+    assert made.followers[0].wait(END_S) == 1
+    assert "rank 0 " in made.logs[0].read_text()
+    made.leader.process.send_signal(signal.SIGCONT)
+    assert stream.end().error.code() == Code.UNAVAILABLE
+    assert made.statuses(FLUSH_S) == [1, 1]
+
+
+def test_a_lost_rank_refuses_what_comes_after(ranks, golden):
+    """Between the loss and the end of the process nothing is taken that could not be answered."""
+    made = ranks("tiny-llama", 2, "--prefix-cache=false")
+    transfer = Transfer(made.leader, golden("tiny-llama"), case=2)
+    waiting = Stream(made.leader, transfer_id=transfer.id, sampling=greedy(max_tokens=4))
+    made.followers[0].kill()
+    waiting.end()
+    assert (waiting.error.code(), rpc.reason_of(waiting.error)) == (Code.UNAVAILABLE, "RANK_LOST")
+    error = error_of(lambda: made.leader.ingest.Reserve(transfer.request, timeout=TIMEOUT_S))
+    assert error.code() == Code.UNAVAILABLE, error
+    assert made.statuses(FLUSH_S) == [1, -signal.SIGKILL]
+
+
+def test_samples_of_ranks_are_those_of_one_device(node, golden, start, tiny_models):
+    one = start("sluice-server", tiny_models("tiny-llama"), *EXACT, "--prefix-cache=false")
+    g = golden("tiny-llama")
+    answers = []
+    for each in (one, node):
+        found, _ = tokens_of(each.decode.Generate(decode_pb2.GenerateRequest(
+            transfer_id=committed(each, g, 2, 40), sampling=common_pb2.SamplingParams(
+                temperature=0.9, top_k=30, seed=11, max_tokens=40, ignore_eos=True)), timeout=TIMEOUT_S))
+        answers.append([token.id for token in found])
+    if DEVICE == "cpu":
+        assert answers[0] == answers[1]
+
+
+def test_an_expired_lease_gives_pages_of_every_rank_back(node, golden):
+    g = golden("tiny-llama")
+    transfer = Transfer(node, g, case=2, lease=duration_pb2.Duration(nanos=200_000_000))
+    transfer.write(*(transfer.message(part) for part in transfer.parts()[:20]))
+    time.sleep(0.4 * SCALE)
+    assert error_of(transfer.commit).code() == Code.NOT_FOUND
+    status = ingest_pb2.GetTransferRequest(transfer_id=transfer.id)
+    assert error_of(lambda: node.ingest.GetTransfer(status, timeout=TIMEOUT_S)).code() == Code.NOT_FOUND
+    check_golden(g, 2, generate(node, transfer_id=committed(node, g, 2))[0])
