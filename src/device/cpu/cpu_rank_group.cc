@@ -384,6 +384,7 @@ absl::StatusOr<std::unique_ptr<RankGroup>> JoinCpuRanks(const RankGroupOptions& 
       std::unique_ptr<HostRanks> host,
       HostRanks::Join({options.name, options.rank, options.size, CpuRankGroup::SharedBytes(options),
                        options.join_timeout}));
+  SLUICE_RETURN_IF_ERROR(host->Look(options.still_limit));  // From here on the others watch it.
   return std::make_unique<CpuRankGroup>(options, std::move(host), health);
 }
 
