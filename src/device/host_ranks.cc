@@ -272,6 +272,12 @@ int HostRanks::Ended() const {
   return -1;
 }
 
+int HostRanks::Alive() const {
+  int alive = 0;
+  for (int rank = 0; rank < size(); ++rank) alive += IsGone(rank) ? 0 : 1;
+  return failure().ok() ? alive : std::min(alive, size() - 1);
+}
+
 absl::Status HostRanks::Look(absl::Duration still_limit) {
   const int ended = Ended();
   if (ended >= 0) {

@@ -63,6 +63,9 @@ class HostRanks {
 
   // Returns a rank that has ended without leaving in good order, or -1.
   int Ended() const;
+  // Returns the number of ranks that have not ended; one less than all at most, once the group has
+  // failed. Any thread.
+  int Alive() const;
   // Fails the group if a rank has ended or stands still for `still_limit` (FindStill). Returns the
   // failure.
   absl::Status Look(absl::Duration still_limit);

@@ -113,6 +113,8 @@ class RankGroup {
   virtual void Abort(const std::string& why) = 0;
   // Returns OK, or why the group has failed. Any thread.
   virtual absl::Status status() const = 0;
+  // Returns the number of ranks that have neither ended nor failed the group. Any thread.
+  virtual int alive() const { return size_; }
 
   CollectiveCount count(Collective kind) const { return counts_[static_cast<size_t>(kind)]; }
 

@@ -198,6 +198,14 @@ inline constexpr Metric kPullSeconds{
 inline constexpr Metric kLocalPrefills{
     "sluice_local_prefills_total", Type::kCounter,
     "Prompts that this node computed because their KV did not arrive (setting local_prefill)", ""};
+inline constexpr Metric kRank{
+    "sluice_rank", Type::kGauge,
+    "Number of this process among the ranks that divide the model of a node (setting rank)", ""};
+inline constexpr Metric kRanksAlive{
+    "sluice_ranks_alive", Type::kGauge,
+    "Ranks of this process's node that run; 1 where the model is not divided, and 0 before it is "
+    "loaded and on a prefill node",
+    ""};
 inline constexpr Metric kTransfersOpen{
     "sluice_transfers_open", Type::kGauge,
     "Transfers that are reserved and not yet taken by a sequence", ""};
@@ -342,6 +350,8 @@ inline constexpr const Metric* kAll[] = {
     &kPullBytes,
     &kPullSeconds,
     &kLocalPrefills,
+    &kRank,
+    &kRanksAlive,
     &kTransfersOpen,
     &kLeasesExpired,
     &kPrefixTokens,

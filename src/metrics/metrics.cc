@@ -172,6 +172,8 @@ Metrics::Metrics()
       pull_bytes(registry_->MakeCounter(names::kPullBytes)),
       pull_seconds(registry_->MakeHistogram(names::kPullSeconds, LongSeconds())),
       local_prefills(registry_->MakeCounter(names::kLocalPrefills)),
+      rank(registry_->MakeGauge(names::kRank)),
+      ranks_alive(registry_->MakeGauge(names::kRanksAlive)),
       transfers_open(registry_->MakeGauge(names::kTransfersOpen)),
       leases_expired(registry_->MakeCounter(names::kLeasesExpired)),
       prefix_queries(registry_->MakeCounter(names::kVllmPrefixQueries)),

@@ -236,6 +236,8 @@ class Metrics {
   const Counter pull_bytes;
   const Histogram pull_seconds;
   const Counter local_prefills;
+  const Gauge rank;
+  const Gauge ranks_alive;
   const Gauge transfers_open;
   const Counter leases_expired;
   const Counter prefix_queries;  // vllm:prefix_cache_queries_total, in tokens

@@ -328,6 +328,7 @@ void DecodeNode::UpdateMetrics() {
   UpdatePoolMetrics(*dram_, metrics_);
   metrics_.kv_usage.Set(UpdatePoolMetrics(*hbm_, metrics_));
   UpdatePolicyMetrics(*policy_, *hbm_, metrics_);
+  metrics_.ranks_alive.Set(ranks_.group == nullptr ? 1 : ranks_.group->alive());
   metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
   if (const PrefixCache* const prefixes = transfers_->prefixes(); prefixes != nullptr) {
     const PrefixCache::Statistics counts = prefixes->Count();

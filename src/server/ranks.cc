@@ -17,6 +17,7 @@
 #include "src/engine/rank_follower.h"
 #include "src/engine/rank_heads.h"
 #include "src/server/auto_policy.h"
+#include "src/server/follower_port.h"
 #include "src/server/model_setup.h"
 #include "src/server/speculation.h"
 
@@ -154,6 +155,7 @@ absl::Status ShareSettings(RankChannel& channel, Config* config) {
   leaders.set_device(config->device());
   leaders.set_kernels(config->kernels());
   leaders.set_threads(config->threads());
+  leaders.set_admin_listen(config->admin_listen());
   *config = std::move(leaders);
   return absl::OkStatus();
 }
@@ -209,8 +211,12 @@ absl::Status RunFollower(Config config, Signals& signals) {
       const std::unique_ptr<RankFollower> follower,
       RankFollower::Create(options, {device.get(), model.get(), memory.policy.get(),
                                      ranks.channel.get(), ranks.group.get(), memory.dram.get()}));
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::unique_ptr<FollowerPort> port,
+      FollowerPort::Open(config, {device.get(), model.get(), &memory, ranks.group.get()}));
   Log(LogLevel::kInfo, "following",
       {{"rank", config.rank()},
+       {"admin_listen", port->address()},
        {"device", device->name()},
        {"kernels", device->kernels().name()},
        {"policy", memory.policy->name()},

@@ -76,7 +76,22 @@ class Workload:
 
     @property
     def program(self) -> str:
-        return self.container["command"][0]
+        """Returns the container's first process, which a shell may become once it has started others."""
+        command = self.container["command"]
+        return command[0] if command != ["sh", "-c"] else re.search(r"exec (\S+)$", self.script, re.MULTILINE)[1]
+
+    @property
+    def script(self) -> str:
+        """Returns what a shell runs first, or nothing."""
+        return self.container["args"][0] if self.container["command"] == ["sh", "-c"] else ""
+
+    @property
+    def arguments(self) -> list[str]:
+        return [] if self.script else self.container.get("args", [])
+
+    @property
+    def ranks(self) -> int:
+        return int(self.env.get("SLUICE_TENSOR_PARALLEL", 1))
 
     @property
     def env(self) -> dict[str, str]:

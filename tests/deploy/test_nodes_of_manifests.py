@@ -1,10 +1,14 @@
 """The settings, ports, probes, times to end and memory that the manifests give to the programs."""
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import yaml
@@ -18,6 +22,7 @@ END_SECONDS = 6
 # kGrace from src/server/prefill_node.cc.
 PREFILL_GRACE_SECONDS = 30
 SMG = ROOT / ".venv/bin/smg"
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def config_of(docs: list[dict], node: Workload, folder) -> dict:
@@ -32,7 +37,7 @@ def config_of(docs: list[dict], node: Workload, folder) -> dict:
         file.write_text(data[name])
         assert (ROOT / "configs" / name).read_text() == data[name]
         environment["SLUICE_CONFIG"] = str(file)
-    done = run(BIN / node.program, *node.container.get("args", []), "--check-config", env=environment)
+    done = run(BIN / node.program, *node.arguments, "--check-config", env=environment)
     assert done.returncode == 0, done.stderr
     return yaml.safe_load(done.stdout)
 
@@ -87,7 +92,8 @@ def plan_bytes(config: dict) -> dict[str, float]:
     if not model.is_dir():
         model = ROOT / "tests/fixtures" / name
     flags = [f"--{key.replace('_', '-')}={config[key]}" for key in
-             ("max_context", "max_sequences", "chunk_tokens", "policy", "budget_tokens", "hbm_bytes", "dram_bytes")]
+             ("max_context", "max_sequences", "chunk_tokens", "policy", "budget_tokens", "hbm_bytes", "dram_bytes",
+              "tensor_parallel", "leader") if config[key]]
     done = run(BIN / "sluice-server", "--model", model, "--load-format", "dummy", "--device", "cpu", "--threads", "2",
                "--policy-workers", "2", "--print-plan", *flags, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -113,17 +119,98 @@ def test_the_memory_that_is_configured_fits_into_what_the_pod_gets(overlay, tmp_
         assert resources["requests"]["memory"] == resources["limits"]["memory"]
         device = plan["memory"] - dram if node.program == "sluice-server" else (
             plan["weights"] + plan["workspace"] + quantity(config["hbm_bytes"]))
-        host = dram if node.program == "sluice-server" else quantity(config["hold_bytes"])
+        host = dram * node.ranks if node.program == "sluice-server" else quantity(config["hold_bytes"])
         if config["device"] == "cpu":
             assert device + host + spare <= limit, node.name
             assert "nvidia.com/gpu" not in resources["limits"]
         else:
             # Uploaded weights go through the page cache; a tenth is for it and for the process.
             assert host * 1.05 + 8 * spare <= limit, node.name
-            assert resources["limits"]["nvidia.com/gpu"] == "1"
+            assert resources["limits"]["nvidia.com/gpu"] == str(node.ranks)
             gpu = GPU_BYTES[node.pod["nodeSelector"]["nvidia.com/gpu.product"]]
             assert device + 4 * spare <= gpu, (node.name, device / spare, gpu / spare)
         assert node.container["image"] == ("sluice:cuda" if config["device"] == "cuda" else "sluice:demo")
+
+
+def nodes_of_ranks() -> list[tuple[str, Workload]]:
+    return [(overlay, node) for overlay in OVERLAYS for node in nodes_of(documents(overlay)) if node.ranks > 1]
+
+
+def test_ranks_share_a_container_a_pod_and_its_memory(tmp_path):
+    assert nodes_of_ranks()
+    for overlay, node in nodes_of_ranks():
+        config = config_of(documents(overlay), node, tmp_path)
+        assert config["tensor_parallel"] == node.ranks and config["leader"] and config["rank"] == 0
+        (mount,) = [m for m in node.container["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+        (volume,) = [v for v in node.pod["volumes"] if v["name"] == mount["name"]]
+        assert volume["emptyDir"]["medium"] == "Memory"
+        room = quantity(volume["emptyDir"]["sizeLimit"]) - node.ranks * quantity(config["dram_bytes"])
+        assert 1 << 30 <= room <= 8 << 30
+        # What lies there counts as the container's memory.
+        assert quantity(volume["emptyDir"]["sizeLimit"]) < quantity(node.container["resources"]["limits"]["memory"])
+        for rank in range(1, node.ranks):
+            assert node.ports[f"admin-rank-{rank}"] == node.ports["admin"] + rank
+        assert {node.container[probe]["httpGet"]["port"] for probe in PROBES} == {"admin"}
+        watched = [endpoint["port"] for monitor in of_kind(documents(overlay), "PodMonitor")
+                   for endpoint in monitor["spec"]["podMetricsEndpoints"]]
+        assert sorted(watched) == sorted(port for port in node.ports if port.startswith("admin"))
+
+
+class Container:
+    """The container of a node of ranks, without the container: its shell, with a tiny model on the CPU."""
+
+    def __init__(self, node: Workload, model, folder):
+        self.address_file = folder / "address.json"
+        self.log = folder / "log"
+        admin = free_port()
+        environment = {key: value for key, value in node.env.items() if key.startswith(("NCCL_", "SLUICE_TENSOR"))}
+        environment |= {"SLUICE_MODEL": str(model), "SLUICE_DEVICE": "cpu", "SLUICE_HBM_BYTES": "4MiB",
+                        "SLUICE_DRAM_BYTES": "4MiB", "SLUICE_LISTEN": "127.0.0.1:0", "SLUICE_LOG_FORMAT": "json",
+                        "SLUICE_ADMIN_LISTEN": f"127.0.0.1:{admin}", "SLUICE_LEADER": f"127.0.0.1:{free_port()}",
+                        "SLUICE_ADDRESS_FILE": str(self.address_file)}
+        self.admin = [f"http://127.0.0.1:{admin + rank}" for rank in range(node.ranks)]
+        command = [*node.container["command"], *node.container["args"]]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT,
+                                            env=ENVIRONMENT | environment | {"PATH": f"{BIN}:{os.environ['PATH']}"})
+        deadline = time.monotonic() + 60 * SCALE
+        while not self.address_file.exists() or not self.address_file.read_text():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def others(self) -> list[int]:
+        """Returns the ids of the other ranks' processes that run."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if " Z " not in Path(f"/proc/{pid}/stat").read_text()]
+
+
+@pytest.fixture(name="container")
+def _container(tiny_model, tmp_path):
+    ((_, node),) = nodes_of_ranks()
+    made = Container(node, tiny_model, tmp_path)
+    yield made
+    for pid in [*(made.others() if made.process.poll() is None else []), made.process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    made.process.wait(30)
+
+
+def test_a_container_of_ranks_ends_well_on_a_signal(container):
+    assert len(container.others()) == len(container.admin) - 1
+    for rank, url in enumerate(container.admin):
+        assert status(f"{url}/readyz") == 200
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        assert f"\nsluice_rank {rank}\n" in text and f"\nsluice_ranks_alive {len(container.admin)}\n" in text
+    container.process.terminate()  # as Kubernetes does
+    assert container.process.wait(30 * SCALE) == 0
+    assert container.log.read_text().count('"stopped"') == len(container.admin)
+
+
+def test_a_container_of_ranks_ends_with_a_lost_rank(container):
+    os.kill(container.others()[0], signal.SIGKILL)
+    assert container.process.wait(30 * SCALE) == 1
+    assert "rank 1 " in container.log.read_text()
 
 
 def status(url: str) -> int:
@@ -132,9 +219,6 @@ def status(url: str) -> int:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
-
-
-PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def test_probes_and_scrapes_ask_for_what_the_nodes_answer(pair):

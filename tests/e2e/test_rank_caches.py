@@ -1,6 +1,7 @@
 """Caches of a node of two ranks: what is handed over, kept and shared, and what a lost rank leaves."""
 
 import contextlib
+import json
 import signal
 import threading
 import time
@@ -12,8 +13,9 @@ from google.protobuf import duration_pb2
 from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2, prefill_pb2
 from sluice_client import rpc
 from support.failpoint_lab import Stream
+from support.metrics_text import Scrape
 from support.nodes import DEVICE, SCALE, TIMEOUT_S, Golden, error_of, greedy, matching_steps, tokens_of
-from support.rank_lab import END_S, EXACT, FLUSH_S, PRECISION, Ranks, starting_ranks
+from support.rank_lab import END_S, EXACT, FLUSH_S, PRECISION, AdminPort, Ranks, starting_ranks
 from support.transfers import Part, Transfer, committed
 
 Code = grpc.StatusCode
@@ -200,6 +202,19 @@ def test_a_sequence_is_kept_and_goes_on(ranks, start, tiny_models):
         answers.append((first, second))
     if DEVICE == "cpu":
         assert answers[0] == answers[1]
+
+
+def test_every_rank_has_metrics_of_its_own(ranks):
+    made = ranks("tiny-llama", 2)
+    (line,) = [json.loads(line) for line in made.logs[0].read_text().splitlines() if '"following"' in line]
+    follower = AdminPort(line["admin_listen"])
+    found = [Scrape(made.leader), Scrape(follower)]
+    assert [scrape.get("sluice_rank") for scrape in found] == [0, 1]
+    assert [scrape.get("sluice_ranks_alive") for scrape in found] == [2, 2]
+    sizes = [scrape.get("sluice_tier_capacity_bytes", tier="dram", kind="kv") for scrape in found]
+    assert sizes[0] == sizes[1] > 0
+    assert all(scrape.get("process_resident_memory_bytes") > 0 for scrape in found)
+    assert follower.http("/readyz")[0] == 200
 
 
 def test_a_drain_lets_streams_finish_on_every_rank(ranks, golden):

@@ -158,7 +158,7 @@ def test_a_leader_worker_set_gives_the_ranks_their_names(tiny_models, tmp_path):
     model = tiny_models("tiny-llama")
     base = [str(BIN / "sluice-server"), "--model", str(model), "--device", "cpu", *EXACT, "--tensor-parallel", "2"]
     env = ENVIRONMENT | {"LWS_LEADER_ADDRESS": f"test-{free_port()}"}
-    follower = subprocess.Popen(base, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+    follower = subprocess.Popen([*base, "--admin-listen", "127.0.0.1:0"], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
                                 env=env | {"LWS_WORKER_INDEX": "1"})
     node = Node("sluice-server", model, tmp_path, *base[5:], env=env | {"LWS_WORKER_INDEX": "0"})
     try:

@@ -67,6 +67,7 @@ class CpuRankGroup : public RankGroup {
     health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
   }
   absl::Status status() const override { return host_->failure(); }
+  int alive() const override { return host_->Alive(); }
 
  private:
   struct Work {

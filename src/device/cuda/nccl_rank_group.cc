@@ -95,6 +95,7 @@ class NcclRankGroup : public RankGroup {
     health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
   }
   absl::Status status() const override { return host_->failure(); }
+  int alive() const override { return host_->Alive(); }
 
  private:
   Shared& shared() const { return *reinterpret_cast<Shared*>(host_->data()); }

@@ -4,14 +4,27 @@ import contextlib
 import signal
 import subprocess
 import time
+import urllib.request
 
-from support.nodes import BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, SCALE, Node, free_port
+from support.nodes import BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, SCALE, TIMEOUT_S, Node, free_port
 
 # One precision for all: the sums of ranks differ from those of one device in their last bits alone.
 PRECISION = [] if DEVICE == "cuda" else ["--kernels", FLOAT32_KERNELS, "--kv-dtype", "float32"]
 EXACT = [*PRECISION, "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--max-sequences", "8", "--seed", "5"]
 END_S = 5 * SCALE  # in which streams end when a rank is lost
 FLUSH_S = 10 * SCALE  # in which processes end: callers get 6 s to take their errors
+
+
+class AdminPort:
+    """The admin port of another rank than 0."""
+
+    def __init__(self, address):
+        self.address = address
+
+    def http(self, path):
+        """Returns the status and body of a page."""
+        with urllib.request.urlopen(f"http://{self.address}{path}", timeout=TIMEOUT_S) as answer:
+            return answer.status, answer.read().decode()
 
 
 class Ranks:
@@ -27,7 +40,7 @@ class Ranks:
             with self.logs[-1].open("w") as log:
                 self.followers.append(subprocess.Popen(
                     [str(BIN / "sluice-server"), "--model", str(model), "--device", DEVICE, "--rank", str(rank),
-                     *shared, *terms.get(rank, [])], stdout=log, stderr=subprocess.STDOUT,
+                     "--admin-listen", "127.0.0.1:0", *shared, *terms.get(rank, [])], stdout=log, stderr=subprocess.STDOUT,
                     env=ENVIRONMENT | self.env(rank)))
         try:
             self.leader = Node("sluice-server", model, folder, *shared, *terms.get(0, []), env=self.env(0))

@@ -211,6 +211,8 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.ingest_bytes.Add(1 << 20);
   metrics.ingest_blocks.Add(3);
   metrics.checksum_failures.Add(2);
+  metrics.rank.Set(2);
+  metrics.ranks_alive.Set(4);
   metrics.transfers_open.Add(4);
   metrics.transfers_open.Add(-1);
   metrics.leases_expired.Add(8);
@@ -256,6 +258,8 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {"sluice_ingest_bytes_total", 1 << 20},
       {"sluice_ingest_blocks_total", 3},
       {"sluice_ingest_checksum_failures_total", 2},
+      {"sluice_rank", 2},
+      {"sluice_ranks_alive", 4},
       {"sluice_transfers_open", 3},
       {"sluice_leases_expired_total", 8},
       {"sluice_batch_sequences", 9},
