@@ -82,7 +82,12 @@ CacheSize DecodeHbmSize(uint64_t configured, const MemoryFound& found, int64_t b
 
 CacheSize DecodeDramSize(uint64_t configured, const MemoryFound& found) {
   if (configured != kAutoBytes) return {configured, kConfigured};
-  return ShareOfHost(found, {2, "half", 128 * kGiB}, {4, "a quarter", 4 * kGiB});
+  const CacheSize size = ShareOfHost(found, {2, "half", 128 * kGiB}, {4, "a quarter", 4 * kGiB});
+  if (!found.shared_bytes.has_value()) return size;
+  const int64_t shared = NineTenths(*found.shared_bytes);
+  if (static_cast<int64_t>(size.bytes) <= shared) return size;
+  return {Rounded(shared), absl::StrCat("auto: 90 % of the ", ApproximateBytes(*found.shared_bytes),
+                                        " of /dev/shm that are free for each rank")};
 }
 
 CacheSize PrefillHbmSize(uint64_t configured, const MemoryFound& found, const CacheLayout& layout,
@@ -109,6 +114,14 @@ CacheSize HoldSize(uint64_t configured, const MemoryFound& found) {
 
 absl::Status CheckCacheSizes(const MemoryFound& found, int64_t beside_bytes, uint64_t hbm_bytes,
                              uint64_t dram_bytes) {
+  if (found.shared_bytes.has_value() && dram_bytes > static_cast<uint64_t>(*found.shared_bytes)) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("dram_bytes: ", ApproximateBytes(static_cast<int64_t>(dram_bytes)),
+                     " for each rank do not fit: of /dev/shm, where the DRAM of ranks lies, ",
+                     ApproximateBytes(*found.shared_bytes),
+                     " are free for each; give it more room, or lower --dram-bytes to ",
+                     FormatBytes(Rounded(NineTenths(*found.shared_bytes)))));
+  }
   if (!found.gpu) return absl::OkStatus();
   const int64_t largest = LargestHbmBytes(found, beside_bytes);
   if (largest <= 0) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -16,6 +17,9 @@ struct MemoryFound {
   bool gpu = false;            // the device has memory of its own
   int64_t gpu_free_bytes = 0;  // REQUIRES: 0 where there is no GPU
   MachineMemory host;
+  // This rank's share of what is free in /dev/shm, where the DRAM of ranks lies. Nothing: the node
+  // has one rank.
+  std::optional<int64_t> shared_bytes;
 };
 
 struct CacheSize {
@@ -34,7 +38,7 @@ CacheSize DecodeHbmSize(uint64_t configured, const MemoryFound& found, int64_t b
 
 // Returns the size of the host KV cache: automatically half of the memory, and at most 90 % of what
 // is available and 128 GiB, which take some 10 s to pin. On the CPU: a quarter of the memory, 4 GiB
-// at most.
+// at most. Of ranks: 90 % of their share of /dev/shm at most.
 CacheSize DecodeDramSize(uint64_t configured, const MemoryFound& found);
 
 // Returns the size of a prefill node's KV cache in HBM, which holds one prompt at a time:
@@ -53,7 +57,8 @@ CacheSize HoldSize(uint64_t configured, const MemoryFound& found);
 int64_t LargestHbmBytes(const MemoryFound& found, int64_t beside_bytes);
 
 // Checks that the sizes of a decode node on a GPU fit, before anything is allocated: pinned memory
-// is touched at once, and a machine that has too little of it would end the process.
+// is touched at once, and a machine that has too little of it would end the process. Of ranks, also
+// of those on the CPU, checks that their DRAM fits into /dev/shm.
 // RESOURCE_EXHAUSTED says which setting to lower, by how much, and what would fit.
 absl::Status CheckCacheSizes(const MemoryFound& found, int64_t beside_bytes, uint64_t hbm_bytes,
                              uint64_t dram_bytes);

@@ -1,5 +1,6 @@
 #include "src/server/ranks.h"
 
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -133,6 +134,10 @@ void DivideCpus(Config* config) {
 void DivideMemory(const Config& config, MemoryFound* found) {
   found->host.total_bytes /= RanksOf(config);
   found->host.available_bytes /= RanksOf(config);
+  struct statvfs shared {};
+  if (RanksOf(config) == 1 || statvfs("/dev/shm", &shared) != 0) return;
+  found->shared_bytes = static_cast<int64_t>(shared.f_bavail) *
+                        static_cast<int64_t>(shared.f_frsize) / RanksOf(config);
 }
 
 absl::Status ShareSettings(RankChannel& channel, Config* config) {

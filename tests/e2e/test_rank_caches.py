@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.error
 
+import google_crc32c
 import grpc
 import pytest
 from google.protobuf import duration_pb2
@@ -349,6 +350,30 @@ def test_a_rank_that_is_slow_is_waited_for(ranks, golden):
         1: "rank.order=delay(20ms);kv.copy=delay(100ms);rank.collective=delay(2ms)%0.2"}).leader
     for case in (0, 1, 2, 2, 2):
         check_golden(g, case, generate(node, transfer_id=committed(node, g, case))[0])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's copies have no failpoint")
+def test_pages_are_free_when_every_rank_has_let_go_of_them(ranks, golden):
+    g = golden("tiny-llama")
+    # DRAM has room for one prompt, and rank 1 still copies it when rank 0 is done with it.
+    node = ranks("tiny-llama", 2, "--prefix-cache=false", dram="640KiB", failpoints={1: "kv.copy=delay(400ms)"}).leader
+    first = Transfer(node, g, case=2)
+    first.write_all()
+    first.commit()
+    stream = Stream(node, transfer_id=first.id, sampling=greedy(max_tokens=24))
+    second = Transfer(node, g, case=2, reserve=False)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not second.id:
+        try:
+            second.reserve()
+        except grpc.RpcError as error:
+            assert rpc.reason_of(error) == "DRAM_FULL" and time.monotonic() < deadline, error
+    for part in second.parts():
+        size = len(second.message(part).payload)
+        second.write(second.message(part, payload=b"\x3f" * size, crc32c=google_crc32c.value(b"\x3f" * size)))
+    assert stream.end().error is None
+    check_golden(g, 2, stream.ids)
+    second.abort()
 
 
 def test_a_stopped_rank_ends_streams_and_transfers(ranks, golden):

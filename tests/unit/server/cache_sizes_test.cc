@@ -89,6 +89,24 @@ TEST_CASE("on a GPU node DRAM is shared out, and never more than is available") 
              Catch::Contains("90 % of the 100.00 GiB of memory that are available"));
 }
 
+TEST_CASE("the DRAM of ranks fits into /dev/shm") {
+  MemoryFound found = OnGpu(60 * kGiB, 512 * kGiB, 500 * kGiB);
+  found.shared_bytes = 200 * kGiB;
+  CHECK(DecodeDramSize(kAutoBytes, found).bytes == 128 * kGiB);
+  CHECK(CheckCacheSizes(found, kGiB, kGiB, 128 * kGiB).ok());
+  found.shared_bytes = 100 * kGiB;
+  CHECK(DecodeDramSize(kAutoBytes, found).bytes == 90 * kGiB);
+  CHECK_THAT(DecodeDramSize(kAutoBytes, found).why, Catch::Contains("100.00 GiB of /dev/shm"));
+  CHECK(DecodeDramSize(12345, found).bytes == 12345);
+  const absl::Status refused = CheckCacheSizes(found, kGiB, kGiB, 128 * kGiB);
+  CHECK(absl::IsResourceExhausted(refused));
+  CHECK_THAT(std::string(refused.message()),
+             Catch::Contains("dram_bytes: ") && Catch::Contains("lower --dram-bytes to 90GiB"));
+  found.gpu = false;
+  found.gpu_free_bytes = 0;
+  CHECK(absl::IsResourceExhausted(CheckCacheSizes(found, 0, kGiB, 128 * kGiB)));
+}
+
 TEST_CASE("a prefill node takes what one prompt of max_context needs") {
   const CacheLayout layout = Layout();
   const MemoryFound gpu = OnGpu(60 * kGiB, 512 * kGiB, 500 * kGiB);

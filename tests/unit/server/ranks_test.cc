@@ -50,9 +50,10 @@ TEST_CASE("ranks divide the host's memory") {
   DivideMemory(config, &found);
   CHECK(found.host.total_bytes == 1000);
   CHECK(found.host.available_bytes == 500);
+  CHECK(found.shared_bytes.has_value());
 }
 
-TEST_CASE("ranks share no prefixes and draft nothing where that is left to them") {
+TEST_CASE("ranks share prefixes, and draft nothing where that is left to them") {
   Config config = DefaultConfig();
   config.set_model("m");
   config.set_speculation("auto");
@@ -60,9 +61,9 @@ TEST_CASE("ranks share no prefixes and draft nothing where that is left to them"
   CHECK(config.prefix_cache());
   config.set_tensor_parallel(2);
   config.set_leader("localhost:7100");
-  config.set_local_prefill("always");
+  config.set_overcommit(2);
   CHECK(CheckRanks(&config).ToString() == "OK");
-  CHECK(!config.prefix_cache());
+  CHECK(config.prefix_cache());
   CHECK(config.speculation() == "none");
 }
 
