@@ -223,11 +223,11 @@ def test_the_plan_shows_each_rank(tiny_models):
 
 def test_a_leader_worker_set_gives_the_ranks_their_names(tiny_models, tmp_path):
     model = tiny_models("tiny-llama")
-    base = [str(BIN / "sluice-server"), "--model", str(model), "--device", "cpu", *EXACT, "--tensor-parallel", "2"]
+    base = [str(BIN / "sluice-server"), "--model", str(model), "--device", DEVICE, *EXACT, "--tensor-parallel", "2"]
     env = ENVIRONMENT | {"LWS_LEADER_ADDRESS": f"test-{free_port()}"}
     follower = subprocess.Popen(base, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
-                                env=env | {"LWS_WORKER_INDEX": "1"})
-    node = Node("sluice-server", model, tmp_path, *base[5:], env=env | {"LWS_WORKER_INDEX": "0"})
+                                env=env | Ranks.env(1) | {"LWS_WORKER_INDEX": "1"})
+    node = Node("sluice-server", model, tmp_path, *base[5:], env=env | Ranks.env(0) | {"LWS_WORKER_INDEX": "0"})
     try:
         tokens, _ = tokens_of(node.decode.Generate(next(iter(requests())), timeout=TIMEOUT_S))
         assert len(tokens) == 40
