@@ -62,7 +62,8 @@ __device__ PartialState<dim> AddWarps(DecodeShared<dim, tiles>& shared, int tile
   split.Clear();
 #pragma unroll
   for (int i = 0; i < PartialState<dim>::kElements; ++i) {
-    const int index = split.Index(i), head = index / dim;
+    const int index = Anew<DecodeShared<dim, tiles>::kKept>(split.Index(i));
+    const int head = index / dim;
     if (head >= heads) break;
     const int column = DecodeShared<dim>::Column(head, index % dim);
     float m = softmax(0, head).m;
@@ -180,7 +181,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
         const uint32_t offset = static_cast<uint32_t>(stage * 2 * Shared::kHalfSlice);
         WaitBarrier(landed + static_cast<uint32_t>(stage * 8), phases >> stage & 1);
         phases ^= 1u << stage;
-        if (valid < kSliceTokens) ClearValues<dim>(shared.ring[warp] + offset, valid, lane);
+        if (valid < kSliceTokens)
+          ClearValues<dim>(shared.ring[warp] + offset, valid, Anew<Shared::kKept>(lane));
         attention.AddSlice(ring + offset, valid, lane);
       }
       __syncwarp();
@@ -206,7 +208,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
     for (int tile = 0; tile < tiles; ++tile) {
       const int heads = HeadsOfTile(in_unit, tile);
       attention.HandOver(tile, shared.Sums(tile) + warp * heads * dim,
-                         shared.states[warp] + tile * kTileHeads, heads, lane);
+                         shared.states[warp] + tile * kTileHeads, heads, Anew<Shared::kKept>(lane));
     }
     __syncthreads();
 #pragma unroll

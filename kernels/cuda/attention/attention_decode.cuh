@@ -155,7 +155,7 @@ struct WarpAttention {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         uint32_t k[4];
-        LoadMatrices(k, keys + Shared::Offset(row, step * 2 + lane / 8 % 2));
+        LoadMatrices(k, Piece(keys, row, step, lane / 8 % 2));
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) {
           auto& sum = step % 2 == 0 ? even[tile] : odd[tile];
@@ -175,7 +175,7 @@ struct WarpAttention {
 #pragma unroll
     for (int pair = 0; pair < dim / 16; ++pair) {
       uint32_t v[4];
-      LoadMatricesTransposed(v, values + Shared::Offset(row, pair * 2 + lane / 16));
+      LoadMatricesTransposed(v, Piece(values, row, pair, lane / 16));
 #pragma unroll
       for (int tile = 0; tile < tiles; ++tile) {
         MultiplyAdd(o[tile][2 * pair], weights[tile], v[0], v[1]);
@@ -201,6 +201,17 @@ struct WarpAttention {
   }
 
  private:
+  // Returns the address of 16-byte piece 2 * step + half of a row of the keys or values at `from`.
+  __device__ static uint32_t Piece(uint32_t from, int row, int step, int half) {
+    if constexpr (Queries::kInShared) {
+      // This is the same, and a lane keeps one offset rather than one for each step.
+      const auto flip = static_cast<uint32_t>(step % 4 * 32);
+      return ((from + Shared::Offset(row, half)) ^ flip) +
+             static_cast<uint32_t>(step / 4 * Shared::kTileBytes);
+    }
+    return from + Shared::Offset(row, step * 2 + half);
+  }
+
   // Turns scores into weights: the online softmax of one tile, and the A operand of the second
   // product.
   __device__ void Weigh(int tile, const float (&even)[2][4], const float (&odd)[2][4], int valid,

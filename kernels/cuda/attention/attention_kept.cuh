@@ -16,6 +16,14 @@ inline constexpr int kTileHeads = 8;
 template <int dim, int tiles>
 inline constexpr bool kKeptInShared = tiles* dim > 128;
 
+// Returns x. If `scarce`, registers are scarce: what depends on the result is computed at its use,
+// instead of early, for all uses, in registers of its own.
+template <bool scarce>
+__device__ __forceinline__ int Anew(int x) {
+  if constexpr (scarce) asm volatile("" : "+r"(x));
+  return x;
+}
+
 // One lane's part of an A operand of 16 columns: the queries of a tile's heads, rows 0-7 their
 // upper parts and rows 8-15 their lower parts.
 struct alignas(16) QueryOperand {
@@ -33,6 +41,7 @@ __device__ __forceinline__ QueryOperand SplitQuery(float2 left, float2 right, fl
 // Queries of which every warp keeps a copy of its own.
 template <int dim, int tiles>
 struct QueriesInRegisters {
+  static constexpr bool kInShared = false;
   QueryOperand operands[tiles][dim / 16];
 
   // Takes a tile's queries. `from` is this lane's first column in the row of query head lane / 4.
@@ -53,6 +62,7 @@ struct QueriesInRegisters {
 // has to meet before it takes them, when no warp reads the old ones any more, and behind that.
 template <int dim, int tiles>
 struct QueriesInShared {
+  static constexpr bool kInShared = true;
   // A lane's operands lie side by side with its neighbours': loads have no bank conflicts.
   QueryOperand (*operands)[dim / 16][32];
 
