@@ -21,6 +21,8 @@ namespace sluice::kernels::cuda {
 namespace {
 
 constexpr int kBlocksPerSm = 1;
+// What a block may have besides MakePlan's, whose alignment takes 1 KiB.
+constexpr size_t kSharedBytes = 226 << 10;
 
 template <typename Out>
 __device__ void ZeroPaddedRows(const AttentionParams& p) {
@@ -263,6 +265,7 @@ cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.heads / p.cache.kv_heads, blocks = DecodeBlocks();
   const int bundle_rows = BundleRows(group, p.sequence_rows), entry_heads = group * bundle_rows;
   using Shared = DecodeShared<dim, tiles>;
+  static_assert(Shared::Bytes(Shared::kHeads) <= kSharedBytes);
   const size_t shared = Shared::Bytes(entry_heads);
   cudaError_t error = cudaFuncSetAttribute(DecodeKernel<dim, tiles, bundles>,
                                            cudaFuncAttributeMaxDynamicSharedMemorySize,
