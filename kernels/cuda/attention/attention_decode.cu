@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
   using Shared = DecodeShared<dim, tiles>;
   using Queries = std::conditional_t<Shared::kKept, QueriesInShared<dim, tiles>,
                                      QueriesInRegisters<dim, tiles>>;
+  constexpr bool kScarce = Shared::kKept || bundles;  // registers are
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
         WaitBarrier(landed + static_cast<uint32_t>(stage * 8), phases >> stage & 1);
         phases ^= 1u << stage;
         if (valid < kSliceTokens)
-          ClearValues<dim>(shared.ring[warp] + offset, valid, Anew<Shared::kKept>(lane));
+          ClearValues<dim>(shared.ring[warp] + offset, valid, Anew<kScarce>(lane));
         attention.AddSlice(ring + offset, valid, lane);
       }
       __syncwarp();
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
     for (int tile = 0; tile < tiles; ++tile) {
       const int heads = HeadsOfTile(in_unit, tile);
       attention.HandOver(tile, shared.Sums(tile) + warp * heads * dim,
-                         shared.states[warp] + tile * kTileHeads, heads, Anew<Shared::kKept>(lane));
+                         shared.states[warp] + tile * kTileHeads, heads, Anew<kScarce>(lane));
     }
     __syncthreads();
 #pragma unroll

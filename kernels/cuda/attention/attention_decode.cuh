@@ -4,9 +4,9 @@
 // A block of 8 warps works on one split at a time. Each warp takes every eighth slice of 16
 // tokens with an online softmax of its own, and streams its slices through a ring of its own in
 // shared memory. So the warps meet only at the end of a split, and copies run ahead across
-// splits, heads and rows: 192 KiB of copies are in flight per block, with one block per SM. The
-// copy engine brings the slices as tiles of 16 tokens by 64 columns, permuted so that ldmatrix
-// reads them without bank conflicts.
+// splits, heads and rows: 192 KiB of copies are in flight per block (128 KiB with two tiles of
+// heads of 128, see attention_kept.cuh), with one block per SM. The copy engine brings the slices
+// as tiles of 16 tokens by 64 columns, permuted so that ldmatrix reads them without bank conflicts.
 //
 // The scores of up to 8 query heads are one tensor-core tile of 16 rows. Rows 0-7 hold the upper
 // 8 bits of the queries' mantissas and rows 8-15 the next 8. The sum of both products, which one
@@ -27,6 +27,7 @@ inline constexpr int kSliceTokens = 16;
 inline constexpr int kWarpSlices = kSplitTokens / (kSliceTokens * kDecodeWarps);
 inline constexpr int kRingBytes = 24 << 10;  // ring of one warp
 
+// The shared memory of a block. The layout of a slice does not depend on `tiles`.
 template <int dim, int tiles = 1>
 struct DecodeShared {
   static constexpr bool kKept = kKeptInShared<dim, tiles>;
@@ -58,6 +59,7 @@ struct DecodeShared {
   }
   __device__ float* Sums(int tile) { return sums + tile * kTileHeads * kDecodeWarps * dim; }
   __device__ Kept& kept() { return *reinterpret_cast<Kept*>(Sums(tiles)); }
+
   // Returns the offset of 16-byte piece `piece` of a row.
   __device__ static uint32_t Offset(int row, int piece) {
     return static_cast<uint32_t>(piece / 8 * kTileBytes + row * 128 +

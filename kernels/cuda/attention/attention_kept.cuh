@@ -30,7 +30,8 @@ struct alignas(16) QueryOperand {
   uint32_t part[4];
 };
 
-// Splits a lane's queries of 16 columns, which begin at `from` for this lane.
+// Makes an operand of a lane's queries: two columns of the first 8 and two of the other 8, times
+// `factor`.
 __device__ __forceinline__ QueryOperand SplitQuery(float2 left, float2 right, float factor) {
   QueryOperand to;
   SplitBf16(left.x * factor, left.y * factor, to.part[0], to.part[1]);
