@@ -274,7 +274,8 @@ cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   // Both kernels ask for the same split of an SM's memory: changing it between kernels drains the
   // SM.
-  error = cudaFuncSetAttribute(CombineKernel<dim>, cudaFuncAttributePreferredSharedMemoryCarveout,
+  error = cudaFuncSetAttribute(CombineKernel<dim, tiles>,
+                               cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
   const int64_t floats = p.partial_rows * p.heads * (dim + 1);
@@ -298,8 +299,8 @@ cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
     cudaError_t launched = LaunchKernel(DecodeKernel<dim, tiles, bundles>, dim3(blocks),
                                         dim3(kDecodeThreads), shared, stream, some, cache, shape);
     if (launched == cudaSuccess && shape.fragment_entries > 0) {
-      launched = LaunchKernel(CombineKernel<dim>, dim3(blocks), dim3(32 * kCombineWarps), 0, stream,
-                              some, shape);
+      launched = LaunchKernel(CombineKernel<dim, tiles>, dim3(blocks),
+                              dim3(32 * kCombineWarps<tiles>), 0, stream, some, shape);
     }
     if (launched != cudaSuccess) return launched;
   }
