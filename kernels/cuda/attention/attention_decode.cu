@@ -184,8 +184,9 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
         const uint32_t offset = static_cast<uint32_t>(stage * 2 * Shared::kHalfSlice);
         WaitBarrier(landed + static_cast<uint32_t>(stage * 8), phases >> stage & 1);
         phases ^= 1u << stage;
-        if (valid < kSliceTokens)
+        if (valid < kSliceTokens) {
           ClearValues<dim>(shared.ring[warp] + offset, valid, Anew<kScarce>(lane));
+        }
         attention.AddSlice(ring + offset, valid, lane);
       }
       __syncwarp();

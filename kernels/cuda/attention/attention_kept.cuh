@@ -14,7 +14,7 @@ inline constexpr int kDecodeThreads = 32 * kDecodeWarps;
 inline constexpr int kTileHeads = 8;
 
 template <int dim, int tiles>
-inline constexpr bool kKeptInShared = tiles* dim > 128;
+inline constexpr bool kKeptInShared = dim > 128 / tiles;
 
 // Returns x. If `scarce`, registers are scarce: what depends on the result is computed at its use,
 // instead of early, for all uses, in registers of its own.
