@@ -106,8 +106,9 @@ inline std::vector<AttentionRow> MixedRows() {
   return rows;
 }
 
-// Rows of sequences with drafts: around the cuts of splits and of groups of them, alone, longer
-// than any bundle of rows that read K and V once, and apart in a sequence.
+// Rows of sequences with drafts: around the cuts of splits and of groups of them, around a cut of
+// 16 tokens and inside one, alone, longer than any bundle of rows that read K and V once, and apart
+// in a sequence.
 inline std::vector<AttentionRow> DraftedRows() {
   std::vector<AttentionRow> rows;
   AppendRun(rows, 0, 509, 5);
@@ -120,6 +121,8 @@ inline std::vector<AttentionRow> DraftedRows() {
   rows.push_back({5, 300});
   rows.push_back({6, 700});
   AppendRun(rows, 7, 2046, 3);
+  AppendRun(rows, 8, 302, 4);
+  AppendRun(rows, 9, 1540, 3);
   return rows;
 }
 
@@ -138,8 +141,12 @@ inline std::vector<AttentionCase> AttentionCases() {
       {"decode, group 7, head_dim 64", 14, 2, 64, 32, kBf16, DecodeRows()},
       {"drafts, group 4, head_dim 128", 8, 2, 128, 32, kBf16, DraftedRows()},
       {"drafts, group 5, head_dim 64", 5, 1, 64, 16, kBf16, DraftedRows()},
+      {"drafts, group 4, head_dim 64", 8, 2, 64, 32, kBf16, DraftedRows()},
       {"drafts, group 1, head_dim 128", 2, 2, 128, 32, kBf16, DraftedRows()},
+      {"drafts, group 2, head_dim 128", 4, 2, 128, 16, kBf16, DraftedRows()},
+      {"drafts, group 5, head_dim 128", 10, 2, 128, 32, kBf16, DraftedRows()},
       {"drafts, group 8, head_dim 128", 8, 1, 128, 32, kBf16, DraftedRows()},
+      {"drafts, group 16, head_dim 128", 16, 1, 128, 32, kBf16, DraftedRows()},
       {"mixed, group 3", 9, 3, 64, 32, kBf16, MixedRows()},
       {"mixed, group 1", 2, 2, 32, 48, kBf16, MixedRows()},
       {"mixed, group 8, head_dim 128", 8, 1, 128, 32, kBf16, MixedRows()},

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -227,7 +228,11 @@ struct PolicyOptions {
     // waits.
     Mover mover = Mover::kUva;
     MissProfile profile;  // from sluice-profile; may be empty
-    EssProbe probe;       // For benches and profiles alone.
+    // Not null: it is given, once, on a thread of the policy's, what the node's own traffic would
+    // miss in pools of other sizes (policies/ess/selection_sampler.h). Drafts and pools that hold
+    // everything are not watched.
+    std::function<void(std::vector<MissProfile::Point>)> on_misses;
+    EssProbe probe;  // For benches and profiles alone.
   } ess;
 
   struct Oracle {

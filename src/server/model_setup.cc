@@ -17,6 +17,7 @@
 #include "src/device/machine_memory.h"
 #include "src/device/mailbox.h"
 #include "src/model/policy_model.h"
+#include "src/server/own_profile.h"
 #include "src/server/ranks.h"
 #include "src/server/speculation.h"
 #include "src/service/wire/status_mapping.h"
@@ -222,6 +223,7 @@ absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& mode
   NodeMemory memory;
   SLUICE_ASSIGN_OR_RETURN(PolicyOptions policy,
                           PolicyOptionsOf(config, model.fingerprint(), model.cache_layout()));
+  UseOwnProfile(config, model.fingerprint(), model.cache_layout(), &policy);
   DescribeModel(model, &policy);
   policy.slots = static_cast<int>(config.max_sequences());
   policy.hbm_bytes = static_cast<int64_t>(config.hbm_bytes());

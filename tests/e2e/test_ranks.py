@@ -10,7 +10,7 @@ import pytest
 from sluice.v1 import admin_pb2, common_pb2, decode_pb2
 from sluice_client import rpc
 from support.nodes import BIN, DEVICE, ENVIRONMENT, TIMEOUT_S, Node, error_of, free_port, greedy, run, tokens_of
-from support.rank_lab import END_S, FLUSH_S, starting_ranks
+from support.rank_lab import END_S, FLUSH_S, Ranks, starting_ranks
 from support.rank_lab import EXACT as SHARED
 
 Code = grpc.StatusCode
@@ -156,11 +156,11 @@ def test_the_plan_shows_each_rank(tiny_models):
 
 def test_a_leader_worker_set_gives_the_ranks_their_names(tiny_models, tmp_path):
     model = tiny_models("tiny-llama")
-    base = [str(BIN / "sluice-server"), "--model", str(model), "--device", "cpu", *EXACT, "--tensor-parallel", "2"]
+    base = [str(BIN / "sluice-server"), "--model", str(model), "--device", DEVICE, *EXACT, "--tensor-parallel", "2"]
     env = ENVIRONMENT | {"LWS_LEADER_ADDRESS": f"test-{free_port()}"}
-    follower = subprocess.Popen([*base, "--admin-listen", "127.0.0.1:0"], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
-                                env=env | {"LWS_WORKER_INDEX": "1"})
-    node = Node("sluice-server", model, tmp_path, *base[5:], env=env | {"LWS_WORKER_INDEX": "0"})
+    follower = subprocess.Popen([*base, "--admin-listen", "127.0.0.1:0"], stdout=subprocess.DEVNULL,
+                                stderr=subprocess.STDOUT, env=env | Ranks.env(1) | {"LWS_WORKER_INDEX": "1"})
+    node = Node("sluice-server", model, tmp_path, *base[5:], env=env | Ranks.env(0) | {"LWS_WORKER_INDEX": "0"})
     try:
         tokens, _ = tokens_of(node.decode.Generate(next(iter(requests())), timeout=TIMEOUT_S))
         assert len(tokens) == 40

@@ -193,7 +193,7 @@ void TestAttentionOfDrafts(const KernelTable& path, Random& random) {
     const Result want = fixture.Run(path, 0, fixture.rows(), fixture.rows(), kNoPartial, 1);
     // As many rows of a sequence as a GPU takes at once need up to 16 times the room for splits.
     for (int64_t partial_rows : {kNoPartial, AmplePartial(path, c), 16 * AmplePartial(path, c)}) {
-      for (int32_t sequence_rows : {2, 4, 16}) {
+      for (int32_t sequence_rows : {2, 3, 4, 16}) {
         INFO(sequence_rows << " rows a sequence, " << partial_rows << " partial rows");
         CheckSame(fixture.Run(path, 0, fixture.rows(), fixture.rows(), partial_rows, 2,
                               /*threads=*/false, sequence_rows),

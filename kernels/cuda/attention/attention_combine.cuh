@@ -7,8 +7,9 @@
 
 namespace sluice::kernels::cuda {
 
-inline constexpr int kCombineWarps =
-    16;  // and the maximum number of a bundle's query heads per KV head
+// Warps of a block, for up to `tiles` tiles of 8 query heads of a bundle and a KV head.
+template <int tiles>
+inline constexpr int kCombineWarps = 16 * tiles;
 
 // Writes element `d` of the result of query head `head`, of those that the bundle from row
 // `first_row` on has for a KV head.
@@ -29,12 +30,13 @@ __device__ inline void WriteResult(const AttentionParams& p, int first_row, int 
 // many blocks as DecodeKernel's; the second of the blocks that share a (bundle, KV head) combines
 // it. Its warps take a query head each and, if there are fewer heads than warps, every `parts`-th
 // group of splits.
-template <int dim>
-__global__ void __launch_bounds__(32 * kCombineWarps)
+template <int dim, int tiles>
+__global__ void __launch_bounds__(32 * kCombineWarps<tiles>)
     CombineKernel(const __grid_constant__ AttentionParams p, DecodeShape shape) {
   __shared__ DecodePlan plan;
-  __shared__ float group_o[kCombineWarps][dim];
-  __shared__ Softmax group_state[kCombineWarps];
+  constexpr int kWarps = kCombineWarps<tiles>;
+  __shared__ float group_o[kWarps][dim];
+  __shared__ Softmax group_state[kWarps];
   constexpr int kLaneElements = dim / 32;
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -53,8 +55,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   const int splits = shared_row ? range.Splits(row) : 0;
   const int groups = (splits + kGroupSplits - 1) / kGroupSplits;
   const int group = p.heads / p.cache.kv_heads, entry_heads = group * shape.bundle_rows;
-  const int heads = shared_row ? group * range.Rows(row) : group;  // at most kCombineWarps
-  const int parts = kCombineWarps / heads, head = warp % heads, part = warp / heads;
+  const int heads = shared_row ? group * range.Rows(row) : group;  // at most 8 * tiles
+  const int parts = kWarps / heads, head = warp % heads, part = warp / heads;
 
   // Entries of this warp's group: one entry, or one for each split.
   int entries[kGroupSplits];

@@ -21,6 +21,8 @@ namespace sluice::kernels::cuda {
 namespace {
 
 constexpr int kBlocksPerSm = 1;
+// What a block may have besides MakePlan's, whose alignment takes 1 KiB.
+constexpr size_t kSharedBytes = 226 << 10;
 
 template <typename Out>
 __device__ void ZeroPaddedRows(const AttentionParams& p) {
@@ -51,26 +53,31 @@ __device__ void StoreEntry(const PartialState<dim>& state, int elements, float* 
   }
 }
 
-// Adds the warps' sums of a split in the order of the warps.
-template <int dim>
-__device__ PartialState<dim> AddWarps(const DecodeShared<dim>& shared, int heads) {
+// Adds the warps' sums of a split, of `heads` heads of a tile, in the order of the warps.
+template <int dim, int tiles>
+__device__ PartialState<dim> AddWarps(DecodeShared<dim, tiles>& shared, int tile, int heads) {
+  const auto softmax = [&](int warp, int head) {
+    return shared.states[warp][tile * kTileHeads + head];
+  };
+  const float* const sums = shared.Sums(tile);
   PartialState<dim> split;
   split.Clear();
 #pragma unroll
   for (int i = 0; i < PartialState<dim>::kElements; ++i) {
-    const int index = split.Index(i), head = index / dim;
+    const int index = Anew<DecodeShared<dim, tiles>::kKept>(split.Index(i));
+    const int head = index / dim;
     if (head >= heads) break;
     const int column = DecodeShared<dim>::Column(head, index % dim);
-    float m = shared.states[0][head].m;
+    float m = softmax(0, head).m;
 #pragma unroll
-    for (int w = 1; w < kDecodeWarps; ++w) m = fmaxf(m, shared.states[w][head].m);
+    for (int w = 1; w < kDecodeWarps; ++w) m = fmaxf(m, softmax(w, head).m);
     const float base = FiniteBase(m);  // a bundle's shorter rows may have no token of the split
     float l = 0, o = 0;
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
-      const float weight = Exp2(shared.states[w][head].m - base);
-      l = fmaf(shared.states[w][head].l, weight, l);
-      o = fmaf(shared.sums[(w * heads + head) * dim + column], weight, o);
+      const float weight = Exp2(softmax(w, head).m - base);
+      l = fmaf(softmax(w, head).l, weight, l);
+      o = fmaf(sums[(w * heads + head) * dim + column], weight, o);
     }
     split.softmax[i] = {m, l};
     split.o[i] = o;
@@ -78,12 +85,32 @@ __device__ PartialState<dim> AddWarps(const DecodeShared<dim>& shared, int heads
   return split;
 }
 
+// Returns where the states of groups and rows are.
+template <typename Shared, typename InRegisters>
+__device__ __forceinline__ auto& StatesOf(Shared& shared, InRegisters& in_registers) {
+  if constexpr (Shared::kKept) {
+    return shared.kept().states;
+  } else {
+    return in_registers;
+  }
+}
+
+// Returns the heads of a tile among the `heads` of a bundle and a KV head; a later tile than the
+// first may have none.
+__device__ int HeadsOfTile(int heads, int tile) {
+  const int first = tile * kTileHeads;
+  return tile == 0 ? min(heads, kTileHeads) : max(min(heads - first, kTileHeads), 0);
+}
+
 // Without `bundles`, shape.bundle_rows is 1.
 template <int dim, int tiles, bool bundles>
 __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
     DecodeKernel(const __grid_constant__ AttentionParams p,
                  const __grid_constant__ CUtensorMap cache, DecodeShape shape) {
-  using Shared = DecodeShared<dim>;
+  using Shared = DecodeShared<dim, tiles>;
+  using Queries = std::conditional_t<Shared::kKept, QueriesInShared<dim, tiles>,
+                                     QueriesInRegisters<dim, tiles>>;
+  constexpr bool kScarce = Shared::kKept || bundles;  // registers are
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -138,17 +165,16 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
   }
   if (!waited) WaitForPriorKernels();
 
-  WarpAttention<dim, tiles, bundles> attention;
-  PartialState<dim> group_state[tiles], row_state[tiles];
+  WarpAttention<dim, tiles, bundles, Queries> attention;
+  if constexpr (Shared::kKept) attention.queries.operands = shared.kept().queries;
+  std::conditional_t<Shared::kKept, int, KeptStates<dim, tiles>> in_registers;
+  auto& states = StatesOf(shared, in_registers);
   for (int unit = begin; unit < end; ++unit) {
     if (unit == begin || at.split == 0) {
       const float* q = p.q + at.row * p.q_stride + int64_t{at.head} * group * dim;
       attention.LoadQuery(q, p.q_stride, at.rows, group, p.scale * kLog2E, lane);
-#pragma unroll
-      for (int tile = 0; tile < tiles; ++tile) {
-        group_state[tile].Clear();
-        row_state[tile].Clear();
-      }
+      states.Clear();
+      if constexpr (Shared::kKept) __syncthreads();  // the queries are there
     }
     attention.Clear();
     for (at.slice = 0; at.slice < kWarpSlices; ++at.slice) {
@@ -158,7 +184,9 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
         const uint32_t offset = static_cast<uint32_t>(stage * 2 * Shared::kHalfSlice);
         WaitBarrier(landed + static_cast<uint32_t>(stage * 8), phases >> stage & 1);
         phases ^= 1u << stage;
-        if (valid < kSliceTokens) ClearValues<dim>(shared.ring[warp] + offset, valid, lane);
+        if (valid < kSliceTokens) {
+          ClearValues<dim>(shared.ring[warp] + offset, valid, Anew<kScarce>(lane));
+        }
         attention.AddSlice(ring + offset, valid, lane);
       }
       __syncwarp();
@@ -178,34 +206,40 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
         p.partial + (int64_t{2 * block + (begin < head_unit ? 1 : 0)} * shape.fragment_entries +
                      (in_group ? number : fragment.SplitEntry(at.split))) *
                         EntryFloats(entry_heads, dim);
+    const int in_unit = bundles ? at.rows * group : group;
+    __syncthreads();  // the last reader of `sums` is done
+#pragma unroll
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int heads = HeadsOfTile(in_unit, tile);
+      attention.HandOver(tile, shared.Sums(tile) + warp * heads * dim,
+                         shared.states[warp] + tile * kTileHeads, heads, Anew<kScarce>(lane));
+    }
+    __syncthreads();
 #pragma unroll
     for (int tile = 0; tile < tiles; ++tile) {
       const int first = tile * kTileHeads;
-      const int in_unit = bundles ? at.rows * group : group;
-      const int heads = min(in_unit - first, kTileHeads), elements = heads * dim;
-      __syncthreads();  // the last reader of `sums` is done
-      attention.HandOver(tile, shared.sums + warp * heads * dim, shared.states[warp], heads, lane);
-      __syncthreads();
-      PartialState<dim> result = AddWarps<dim>(shared, heads);
+      const int heads = HeadsOfTile(in_unit, tile), elements = heads * dim;
+      PartialState<dim> result = AddWarps<dim, tiles>(shared, tile, heads);
       if (in_group) {
-        group_state[tile].Add(result, elements);
+        states.group[tile].Add(result, elements);
         if (!group_ends) continue;
-        result = group_state[tile];
-        group_state[tile].Clear();
+        result = states.group[tile].Get();
+        states.group[tile].Clear();
       }
       if (!fragment.HasAll()) {
         StoreEntry(result, elements, entry + first * dim, entry + entry_heads * dim + first,
                    entry + entry_heads * (dim + 1) + first);
         continue;
       }
-      row_state[tile].Add(result, elements);
+      states.row[tile].Add(result, elements);
       if (at.split + 1 < at.splits) continue;
+      result = states.row[tile].Get();
 #pragma unroll
       for (int i = 0; i < PartialState<dim>::kElements; ++i) {
         const int index = result.Index(i);
         if (index >= elements) break;
-        WriteResult(p, at.row, at.head, first + index / dim, index % dim,
-                    row_state[tile].softmax[i], row_state[tile].o[i]);
+        WriteResult(p, at.row, at.head, first + index / dim, index % dim, result.softmax[i],
+                    result.o[i]);
       }
     }
     at.NextSplit(p, range);
@@ -223,24 +257,26 @@ int DecodeBlocks() {
   return kBlocksPerSm * processors;
 }
 
-// Returns the rows of a bundle: as many as one tile of heads takes. (With two tiles the kernel
-// spills registers, and four rows took as long as 2.2 bundles of two.)
+// Returns the most rows of a bundle: as many as two tiles of heads take.
 int32_t BundleRows(int32_t group, int32_t sequence_rows) {
-  return std::max(std::min(kTileHeads / group, sequence_rows), 1);
+  return std::max(std::min(2 * kTileHeads / group, sequence_rows), 1);
 }
 
 template <int dim, int tiles, bool bundles = false>
 cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.heads / p.cache.kv_heads, blocks = DecodeBlocks();
   const int bundle_rows = BundleRows(group, p.sequence_rows), entry_heads = group * bundle_rows;
-  const size_t shared = DecodeShared<dim>::Bytes(entry_heads);
+  using Shared = DecodeShared<dim, tiles>;
+  static_assert(Shared::Bytes(Shared::kHeads) <= kSharedBytes);
+  const size_t shared = Shared::Bytes(entry_heads);
   cudaError_t error = cudaFuncSetAttribute(DecodeKernel<dim, tiles, bundles>,
                                            cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(DecodeShared<dim>::Bytes(kTileHeads)));
+                                           static_cast<int>(Shared::Bytes(Shared::kHeads)));
   if (error != cudaSuccess) return error;
   // Both kernels ask for the same split of an SM's memory: changing it between kernels drains the
   // SM.
-  error = cudaFuncSetAttribute(CombineKernel<dim>, cudaFuncAttributePreferredSharedMemoryCarveout,
+  error = cudaFuncSetAttribute(CombineKernel<dim, tiles>,
+                               cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
   const int64_t floats = p.partial_rows * p.heads * (dim + 1);
@@ -264,12 +300,23 @@ cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
     cudaError_t launched = LaunchKernel(DecodeKernel<dim, tiles, bundles>, dim3(blocks),
                                         dim3(kDecodeThreads), shared, stream, some, cache, shape);
     if (launched == cudaSuccess && shape.fragment_entries > 0) {
-      launched = LaunchKernel(CombineKernel<dim>, dim3(blocks), dim3(32 * kCombineWarps), 0, stream,
-                              some, shape);
+      launched = LaunchKernel(CombineKernel<dim, tiles>, dim3(blocks),
+                              dim3(32 * kCombineWarps<tiles>), 0, stream, some, shape);
     }
     if (launched != cudaSuccess) return launched;
   }
   return cudaSuccess;
+}
+
+// Takes the kernel of one tile if it is enough for a bundle's heads.
+template <int dim>
+cudaError_t LaunchOfDim(const AttentionParams& p, cudaStream_t stream) {
+  const int32_t group = p.heads / p.cache.kv_heads, rows = BundleRows(group, p.sequence_rows);
+  const bool two_tiles = rows * group > kTileHeads;
+  if (rows > 1) {
+    return two_tiles ? Launch<dim, 2, true>(p, stream) : Launch<dim, 1, true>(p, stream);
+  }
+  return two_tiles ? Launch<dim, 2>(p, stream) : Launch<dim, 1>(p, stream);
 }
 
 }  // namespace
@@ -288,14 +335,7 @@ int64_t AttentionScratchBytes(int32_t max_decode_rows, int32_t heads, int32_t kv
 }
 
 cudaError_t LaunchDecodeAttention(const AttentionParams& p, cudaStream_t stream) {
-  const int32_t group = p.heads / p.cache.kv_heads;
-  const bool two_tiles = group > kTileHeads, bundles = BundleRows(group, p.sequence_rows) > 1;
-  if (p.cache.head_dim == 128) {
-    if (bundles) return Launch<128, 1, true>(p, stream);
-    return two_tiles ? Launch<128, 2>(p, stream) : Launch<128, 1>(p, stream);
-  }
-  if (bundles) return Launch<64, 1, true>(p, stream);
-  return two_tiles ? Launch<64, 2>(p, stream) : Launch<64, 1>(p, stream);
+  return p.cache.head_dim == 128 ? LaunchOfDim<128>(p, stream) : LaunchOfDim<64>(p, stream);
 }
 
 }  // namespace sluice::kernels::cuda

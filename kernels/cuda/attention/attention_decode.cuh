@@ -4,9 +4,9 @@
 // A block of 8 warps works on one split at a time. Each warp takes every eighth slice of 16
 // tokens with an online softmax of its own, and streams its slices through a ring of its own in
 // shared memory. So the warps meet only at the end of a split, and copies run ahead across
-// splits, heads and rows: 192 KiB of copies are in flight per block, with one block per SM. The
-// copy engine brings the slices as tiles of 16 tokens by 64 columns, permuted so that ldmatrix
-// reads them without bank conflicts.
+// splits, heads and rows: 192 KiB of copies are in flight per block (128 KiB with two tiles of
+// heads of 128, see attention_kept.cuh), with one block per SM. The copy engine brings the slices
+// as tiles of 16 tokens by 64 columns, permuted so that ldmatrix reads them without bank conflicts.
 //
 // The scores of up to 8 query heads are one tensor-core tile of 16 rows. Rows 0-7 hold the upper
 // 8 bits of the queries' mantissas and rows 8-15 the next 8. The sum of both products, which one
@@ -16,38 +16,50 @@
 // of its tiles alike, each with the tokens up to its row's position.
 #pragma once
 
+#include "kernels/cuda/attention/attention_kept.cuh"
 #include "kernels/cuda/attention/attention_plan.cuh"
 #include "kernels/cuda/common/launch.cuh"
 
 namespace sluice::kernels::cuda {
 
-inline constexpr int kDecodeWarps = 8;
-inline constexpr int kDecodeThreads = 32 * kDecodeWarps;
 inline constexpr int kSliceTokens = 16;
 // slices of a split
 inline constexpr int kWarpSlices = kSplitTokens / (kSliceTokens * kDecodeWarps);
 inline constexpr int kRingBytes = 24 << 10;  // ring of one warp
-inline constexpr int kTileHeads = 8;
 
-template <int dim>
+// The shared memory of a block. The layout of a slice does not depend on `tiles`.
+template <int dim, int tiles = 1>
 struct DecodeShared {
+  static constexpr bool kKept = kKeptInShared<dim, tiles>;
   static constexpr int kTileBytes = kSliceTokens * 128;       // 64 columns
   static constexpr int kHalfSlice = kTileBytes * (dim / 64);  // K, or V
-  static constexpr int kStages = kRingBytes / (2 * kHalfSlice);
+  static constexpr int kStages = (kKept ? 16 << 10 : kRingBytes) / (2 * kHalfSlice);
+  static constexpr int kHeads = tiles * kTileHeads;
 
   // [warp][stage]{K, V}[64 columns][16 rows][64] bf16; rows are swizzled by the copy engine.
-  unsigned char ring[kDecodeWarps][kRingBytes];
+  unsigned char ring[kDecodeWarps][kStages * 2 * kHalfSlice];
   uint64_t landed[kDecodeWarps][kStages];  // barriers for the copies of a stage
-  Softmax states[kDecodeWarps][kTileHeads];
+  Softmax states[kDecodeWarps][kHeads];
   DecodePlan plan;
-  // Sums that warps hand over at the end of a split: [warp][heads of a tile][dim], columns
+  // Sums that warps hand over at the end of a split: [tile][warp][heads of the tile][dim], columns
   // permuted by Column(). The launch asks for as many bytes as they need.
   __align__(16) float sums[1];
 
+  // Lies behind the sums of kHeads heads, if kKept.
+  struct Kept {
+    QueryOperand queries[tiles][dim / 16][32];
+    KeptStates<dim, tiles> states;
+  };
+
+  // `heads` are those of a bundle and a KV head, at most kHeads.
   static constexpr size_t Bytes(int heads) {
     return offsetof(DecodeShared, sums) +
-           sizeof(float) * kDecodeWarps * dim * (heads < kTileHeads ? heads : kTileHeads);
+           sizeof(float) * kDecodeWarps * dim * (kKept ? kHeads : heads) +
+           (kKept ? sizeof(Kept) : 0);
   }
+  __device__ float* Sums(int tile) { return sums + tile * kTileHeads * kDecodeWarps * dim; }
+  __device__ Kept& kept() { return *reinterpret_cast<Kept*>(Sums(tiles)); }
+
   // Returns the offset of 16-byte piece `piece` of a row.
   __device__ static uint32_t Offset(int row, int piece) {
     return static_cast<uint32_t>(piece / 8 * kTileBytes + row * 128 +
@@ -95,47 +107,22 @@ struct SliceCursor {
   }
 };
 
-// The part of a split's, a group's or a row's result that one thread keeps: elements thread + i *
-// kDecodeThreads of [heads of a tile][dim].
-template <int dim>
-struct PartialState {
-  static constexpr int kElements = kTileHeads * dim / kDecodeThreads;
-  Softmax softmax[kElements];
-  float o[kElements];
-
-  __device__ void Clear() {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      softmax[i] = {NegativeInfinity(), 0.0f};
-      o[i] = 0.0f;
-    }
-  }
-  __device__ void Add(const PartialState& from, int elements) {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      if (Index(i) >= elements) break;
-      const FoldWeights weights = Fold</*may_be_empty=*/true>(softmax[i], from.softmax[i]);
-      o[i] = Fold(weights, o[i], from.o[i]);
-    }
-  }
-  __device__ static int Index(int i) { return static_cast<int>(threadIdx.x) + i * kDecodeThreads; }
-};
-
 // The part of the kernel that one warp does alone: tiles of scores and their weighted values. With
 // `bundles`, heads may be those of several rows.
-template <int dim, int tiles, bool bundles = false>
+template <int dim, int tiles, bool bundles = false,
+          typename Queries = QueriesInRegisters<dim, tiles>>
 struct WarpAttention {
   using Shared = DecodeShared<dim>;
   static constexpr int kSteps = dim / 16;
 
-  uint32_t query[tiles][kSteps][4];  // A operands: rows 0-7 upper parts, rows 8-15 lower parts
+  Queries queries;
   float o[tiles][dim / 8][4];
   Softmax state[tiles];  // state of query head lane / 4; l is this lane's share
   int behind[tiles];     // tokens by which that head's row ends before the bundle's last one
 
   // Loads the queries of a bundle of `rows` rows of `group` heads, times scale and log2(e), with
   // zeros for the tile's other rows. `q` are those of the first row, and the next row's lie
-  // `stride` behind. All loads start before the first is used.
+  // `stride` behind.
   __device__ void LoadQuery(const float* q, int64_t stride, int rows, int group, float scale,
                             int lane) {
 #pragma unroll
@@ -144,15 +131,7 @@ struct WarpAttention {
       const int row = bundles ? known / group : 0;
       behind[tile] = rows - 1 - row;
       const float* from = q + row * stride + (known - row * group) * dim + 2 * (lane % 4);
-      const float factor = head < rows * group ? scale : 0.0f;
-      float2 v[2 * kSteps];
-#pragma unroll
-      for (int i = 0; i < 2 * kSteps; ++i) v[i] = *reinterpret_cast<const float2*>(from + i * 8);
-#pragma unroll
-      for (int i = 0; i < 2 * kSteps; ++i) {
-        SplitBf16(v[i].x * factor, v[i].y * factor, query[tile][i / 2][i % 2 * 2],
-                  query[tile][i / 2][i % 2 * 2 + 1]);
-      }
+      queries.Take(tile, from, head < rows * group ? scale : 0.0f);
     }
   }
 
@@ -178,12 +157,13 @@ struct WarpAttention {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         uint32_t k[4];
-        LoadMatrices(k, keys + Shared::Offset(row, step * 2 + lane / 8 % 2));
+        LoadMatrices(k, Piece(keys, row, step, lane / 8 % 2));
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) {
           auto& sum = step % 2 == 0 ? even[tile] : odd[tile];
-          MultiplyAdd(sum[0], query[tile][step], k[0], k[1]);
-          MultiplyAdd(sum[1], query[tile][step], k[2], k[3]);
+          const QueryOperand& query = queries.At(tile, step);
+          MultiplyAdd(sum[0], query.part, k[0], k[1]);
+          MultiplyAdd(sum[1], query.part, k[2], k[3]);
         }
       }
     }
@@ -197,7 +177,7 @@ struct WarpAttention {
 #pragma unroll
     for (int pair = 0; pair < dim / 16; ++pair) {
       uint32_t v[4];
-      LoadMatricesTransposed(v, values + Shared::Offset(row, pair * 2 + lane / 16));
+      LoadMatricesTransposed(v, Piece(values, row, pair, lane / 16));
 #pragma unroll
       for (int tile = 0; tile < tiles; ++tile) {
         MultiplyAdd(o[tile][2 * pair], weights[tile], v[0], v[1]);
@@ -223,6 +203,17 @@ struct WarpAttention {
   }
 
  private:
+  // Returns the address of 16-byte piece 2 * step + half of a row of the keys or values at `from`.
+  __device__ static uint32_t Piece(uint32_t from, int row, int step, int half) {
+    if constexpr (Queries::kInShared) {
+      // This is the same, and a lane keeps one offset rather than one for each step.
+      const auto flip = static_cast<uint32_t>(step % 4 * 32);
+      return ((from + Shared::Offset(row, half)) ^ flip) +
+             static_cast<uint32_t>(step / 4 * Shared::kTileBytes);
+    }
+    return from + Shared::Offset(row, step * 2 + half);
+  }
+
   // Turns scores into weights: the online softmax of one tile, and the A operand of the second
   // product.
   __device__ void Weigh(int tile, const float (&even)[2][4], const float (&odd)[2][4], int valid,

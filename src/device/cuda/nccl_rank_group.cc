@@ -1,6 +1,7 @@
 #include "src/device/cuda/nccl_rank_group.h"
 
 #include <cstring>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -18,6 +19,9 @@ namespace {
 
 // The watching thread looks this often.
 constexpr absl::Duration kLook = absl::Milliseconds(20);
+// After an error of NCCL's a rank that has ended is looked for during this time. NCCL sees a closed
+// connection before the kernel has taken the process, and what it had on the GPU, apart.
+constexpr absl::Duration kEnding = absl::Seconds(2);
 // A rank that leaves waits this long for the others, whose last operations may still use it.
 constexpr absl::Duration kLeave = absl::Seconds(2);
 
@@ -66,7 +70,7 @@ class NcclRankGroup : public RankGroup {
   absl::Status Connect() {
     if (rank() == 0) {
       const ncclResult_t result = nccl_.get_unique_id(&shared().id);
-      if (result != ncclSuccess) return host_->Fail(Failure("an id", result));
+      if (result != ncclSuccess) return host_->Fail(absl::InternalError(Text("an id", result)));
       HostRanks::Post(shared().id_there, 1);
     }
     SLUICE_RETURN_IF_ERROR(
@@ -100,15 +104,22 @@ class NcclRankGroup : public RankGroup {
  private:
   Shared& shared() const { return *reinterpret_cast<Shared*>(host_->data()); }
 
-  absl::Status Failure(const char* what, ncclResult_t result) const {
-    return absl::InternalError(
-        absl::StrCat("NCCL: ", what, " of '", options_.name, "': ", nccl_.error_string(result)));
+  std::string Text(const char* what, ncclResult_t result) const {
+    return absl::StrCat("NCCL: ", what, " of '", options_.name, "': ", nccl_.error_string(result));
   }
   // Returns why the group cannot go on, or OK.
   absl::Status Trouble() const {
     SLUICE_RETURN_IF_ERROR(host_->failure());
     SLUICE_RETURN_IF_ERROR(health_->status());
     return host_->Look(options_.still_limit);
+  }
+
+  // Returns why NCCL failed: with the rank that has ended, if one has, else in NCCL's words.
+  absl::Status Cause(const char* what, ncclResult_t result) const {
+    for (const absl::Time end = absl::Now() + kEnding; absl::Now() < end; absl::SleepFor(kLook)) {
+      SLUICE_RETURN_IF_ERROR(Trouble());
+    }
+    return absl::UnavailableError(Text(what, result));
   }
 
   // Waits until a call that NCCL goes on with by itself is over. A failure is the group's.
@@ -127,12 +138,7 @@ class NcclRankGroup : public RankGroup {
       }
       std::this_thread::yield();
     }
-    if (status.ok() && result != ncclSuccess) {
-      // NCCL often sees a lost rank first, as a broken connection.
-      absl::SleepFor(2 * kLook);
-      status = Trouble();
-      if (status.ok()) status = Failure(what, result);
-    }
+    if (status.ok() && result != ncclSuccess) status = Cause(what, result);
     if (!status.ok()) Fail(status);
     return status;
   }
@@ -154,7 +160,7 @@ class NcclRankGroup : public RankGroup {
       ncclResult_t result = ncclSuccess;
       if (status.ok() && (nccl_.async_error(comm_, &result) != ncclSuccess ||
                           (result != ncclSuccess && result != ncclInProgress))) {
-        status = Failure("an operation", result);
+        status = Cause("an operation", result);
       }
       if (!status.ok()) Fail(status);
     }

@@ -18,7 +18,8 @@ namespace sluice {
 
 // Joins the ranks; the group's failure fails `health`, which outlives the group. Streams are
 // CudaStreams. Returns CheckRankGroupOptions' and HostRanks::Join's errors; FAILED_PRECONDITION:
-// there is no NCCL, also where the program was built without its header; INTERNAL: NCCL's error.
+// there is no NCCL, also where the program was built without its header; INTERNAL: NCCL made no
+// id; UNAVAILABLE: it made no communicator.
 absl::StatusOr<std::unique_ptr<RankGroup>> JoinNcclRanks(const RankGroupOptions& options,
                                                          DeviceHealth* health);
 

@@ -39,6 +39,11 @@ struct Shape {
 
 constexpr Shape kEightB = {"Llama-3-8B, Qwen3-8B: 32/8 heads of 128", 32, 8, 128};
 constexpr Shape kOneB = {"Llama-3.2-1B: 32/8 heads of 64", 32, 8, 64};
+// Shapes whose rows of drafts are timed: groups of 4, 5, 7 and 8 query heads.
+constexpr Shape kDraftShapes[] = {kEightB,
+                                  {"Qwen3-14B: 40/8 heads of 128", 40, 8, 128},
+                                  {"Qwen2.5-7B: 28/4 heads of 128", 28, 4, 128},
+                                  {"Qwen3-32B: 64/8 heads of 128", 64, 8, 128}};
 
 // Fills with bf16 of roughly normal values: sums of four uniform ones, from a hash of the index.
 __global__ void FillKernel(uint16_t* data, int64_t count) {
@@ -221,9 +226,11 @@ class Case {
     return std::sqrt(error / norm);
   }
 
-  // Returns true if row `row` has the same bits alone, and alone without scratch, as in `all`.
+  // Returns true if row `row` has the same bits alone, as a row without drafts, and so without
+  // scratch, as in `all`.
   bool HasSameBits(const std::vector<float>& all, int32_t row) const {
     AttentionParams p = RowsOf(row, 1);
+    p.sequence_rows = 1;
     for (const int64_t partial_rows : {p.partial_rows, int64_t{0}}) {
       p.partial_rows = partial_rows;
       const std::vector<float> alone = Run(p);
@@ -362,18 +369,18 @@ void BenchDecode(const Arena& arena, bool quick, std::mt19937_64& random) {
   RunDecode(kOneB, arena, "64 x 8K", std::vector<int32_t>(64, 8192), random);
 }
 
-// Rows of drafts, and each sequence's last row alone.
-void BenchDrafts(const Arena& arena, std::mt19937_64& random) {
+// Rows of drafts, together and apart, and each sequence's last row alone.
+void BenchDrafts(const Shape& shape, const Arena& arena, std::mt19937_64& random) {
   std::printf("\nRows of drafts, %s. batch x context x rows, KV read once a sequence\n",
-              kEightB.name);
+              shape.name);
   for (const int32_t batch : {1, 8, 24}) {
     const std::vector<int32_t> contexts(static_cast<size_t>(batch), 32768);
-    for (const int32_t rows : {1, 2, 4, 8}) {
+    for (const int32_t rows : {1, 2, 3, 4}) {
       for (const bool apart : {false, true}) {
         if (rows == 1 && apart) continue;
         char name[32];
         std::snprintf(name, sizeof(name), "%d x 32K x %d%s", batch, rows, apart ? " apart" : "");
-        RunDecode(kEightB, arena, name, contexts, random, rows, apart);
+        RunDecode(shape, arena, name, contexts, random, rows, apart);
       }
     }
   }
@@ -410,7 +417,9 @@ int Main(int argc, char** argv) {
   std::mt19937_64 random(5);
 
   if (only.empty() || only == "decode") BenchDecode(arena, quick, random);
-  if (only.empty() || only == "drafts") BenchDrafts(arena, random);
+  if (only.empty() || only == "drafts") {
+    for (const Shape& shape : kDraftShapes) BenchDrafts(shape, arena, random);
+  }
   if (only.empty() || only == "prefill") BenchPrefill(arena, random);
   return 0;
 }

@@ -36,7 +36,9 @@ TIMEOUT_S = 60 * SCALE
 # Nodes of tests compute with one thread unless a flag says otherwise: several tests run at a time, and threads that wait
 # for each other spin. A result does not depend on the number of threads.
 ONE_THREAD = {"SLUICE_THREADS": "1"}
-ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")}
+# A node that leaves a profile behind would start otherwise the next time.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")} | {
+    "SLUICE_POLICY_PROFILE_FOLDER": "none"}
 
 
 def free_port() -> int:

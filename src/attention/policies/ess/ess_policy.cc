@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "src/attention/policies/ess/overlap_plan.h"
 #include "src/attention/policies/ess/prompt_rows.h"
 #include "src/attention/policies/ess/row_copies.h"
+#include "src/attention/policies/ess/selection_sampler.h"
 #include "src/attention/policies/ess/step_operators.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
@@ -135,6 +137,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
     std::unique_ptr<DraftRows> draft_rows;  // Null: no row is taken back, or nothing stays.
     std::unique_ptr<RowCopies> row_copies;  // Null: `mover` is used.
     ChosenMover mover;
+    std::unique_ptr<SelectionSampler> sampler;  // Null: nobody asks what would be missed.
   };
 
   EssPolicy(const PolicyOptions& options, Parts parts, PromptRows prompt_rows,
@@ -150,7 +153,8 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
         prompt_rows_(std::move(prompt_rows)),
         operators_(std::move(operators)),
         plan_(OverlapOptionsOf(options_, tier_->shape(), DecodeRows(options_))),
-        fetch_lost_(static_cast<size_t>(options.slots), false) {
+        fetch_lost_(static_cast<size_t>(options.slots), false),
+        sampler_(std::move(parts.sampler)) {
     looked_.layers.resize(static_cast<size_t>(layers()));
     absl::MutexLock lock(&recent_mutex_);
     recent_ = looked_;
@@ -206,12 +210,18 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   mutable absl::Mutex recent_mutex_;
   PolicyStatistics recent_ ABSL_GUARDED_BY(recent_mutex_);
   std::vector<bool> fetch_lost_;  // Indexed by slot: a step of the slot's sequence lost a transfer.
+  const std::unique_ptr<SelectionSampler> sampler_;  // Null: nobody asks what would be missed.
+  std::set<int32_t> sampled_;  // Numbers of decode rows whose steps were enqueued with its copies.
 };
 
 void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                           absl::Span<const int32_t> positions) {
   tier_->BeginStep(stream, slots, positions, prompt_rows_.generate());
   PollCounters(stream, slots, positions);
+  if (sampler_ != nullptr) {
+    const bool decodes = !slots.empty() && slots[0] >= 0 && generates(slots[0]);
+    sampler_->BeginStep(stream, decodes ? slots[0] : -1, decodes ? positions[0] : 0);
+  }
   for (const int32_t slot : slots) {
     if (slot < 0 || !generates(slot)) continue;
     if (SLUICE_FAILPOINT(kAttentionGather)) fetch_lost_[static_cast<size_t>(slot)] = true;
@@ -302,10 +312,15 @@ void EssPolicy::PollCounters(Stream& stream, absl::Span<const int32_t> slots,
 }
 
 bool EssPolicy::WantsRecording(int32_t decode_rows) {
-  if (!plan_.Change(decode_rows)) return false;
-  Log(LogLevel::kInfo, "policy ess: steps have new overlap schedules from now on",
-      {{"decode_rows", decode_rows}, {"layers", LayersBySchedule(plan_.Of(decode_rows))}});
-  return true;
+  const bool changed = plan_.Change(decode_rows);
+  if (changed) {
+    Log(LogLevel::kInfo, "policy ess: steps have new overlap schedules from now on",
+        {{"decode_rows", decode_rows}, {"layers", LayersBySchedule(plan_.Of(decode_rows))}});
+  }
+  // The sampler's copies leave the steps once it has seen enough.
+  const bool sampled =
+      sampler_ != nullptr && !sampler_->active() && sampled_.erase(decode_rows) > 0;
+  return changed || sampled;
 }
 
 bool EssPolicy::FetchMisses(Stream& stream, int layer, const Params& a, int32_t first,
@@ -355,6 +370,10 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
         },
         // Beside it run the first half's transfer, and the next step's of the layer before.
         (first > 0 ? options_.ess.transfer_workers : 0) + prefetch_workers, prefetches);
+    if (first == 0 && sampler_ != nullptr && sampler_->active()) {
+      sampler_->Sample(stream, layer, selection_->lists());
+      sampled_.insert(rows);
+    }
     done(Stage::kSelected);
     kernels::UpdateResidencyParams update =
         operators_.UpdateResidency(layer, a, first, first, count);
@@ -477,6 +496,13 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
                                                options.rows_per_sequence, options.index_top_k}));
   }
   SLUICE_ASSIGN_OR_RETURN(parts.mover, ChooseEssMover(options, *parts.tier, DecodeRows(options)));
+  // Where every sequence has a place for each token, no size of pool misses anything.
+  if (options.ess.on_misses != nullptr && options.ess.lru && options.rows_per_sequence == 1 &&
+      !parts.tier->shape().HoldsAllWhole()) {
+    SLUICE_ASSIGN_OR_RETURN(
+        parts.sampler, SelectionSampler::Create(options.device, layout.layers, options.index_top_k,
+                                                options.ess.on_misses));
+  }
   SLUICE_ASSIGN_OR_RETURN(
       PromptRows prompt_rows,
       PromptRows::Create(options.device, options.slots,
