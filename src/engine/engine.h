@@ -29,6 +29,7 @@ class Drafter;
 class FinishRate;
 class Metrics;
 class Model;
+class RankRows;
 class Readiness;
 class TokenBytes;
 class TransferTable;
@@ -104,6 +105,7 @@ class Engine : public Generator {
     TurnTrace* trace = nullptr;         // notified of every phase; may be null
     Drafter* drafter = nullptr;         // null: no speculation
     BatchLog* batch_log = nullptr;  // told what joins the batch and which steps run; may be null
+    RankRows* rank_rows = nullptr;  // not null: each rank has sequences of its own
   };
   // Returns INVALID_ARGUMENT if there is a drafter and the policy cannot verify drafts.
   // REQUIRES: the model's steps have max_sequences * (1 + draft_tokens) rows and logits at least.

@@ -18,9 +18,11 @@ absl::Status Differs(const char* what, int slot) {
 absl::StatusOr<std::unique_ptr<RankFollower>> RankFollower::Create(const Options& options,
                                                                    const Parts& parts) {
   SLUICE_RETURN_IF_ERROR(CheckAttends(*parts.policy, parts.model->cache_layout()));
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<BatchState> batch,
-                          BatchState::Create({options.slots, options.max_context, 0, false},
-                                             parts.device, *parts.model));
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<BatchState> batch,
+      BatchState::Create(
+          {.slots = options.slots, .max_context = options.max_context, .ranks = parts.rows},
+          parts.device, *parts.model));
   std::unique_ptr<Stream> stream = parts.device->NewStream(Device::StreamKind::kCompute);
   SLUICE_RETURN_IF_ERROR(batch->RecordPrograms(*stream, *parts.model, *parts.policy));
   return std::unique_ptr<RankFollower>(
@@ -74,7 +76,9 @@ absl::Status RankFollower::FinishAll() {
   return absl::OkStatus();
 }
 
-absl::Status RankFollower::Admit(int slot, int64_t total, bool firm) {
+absl::Status RankFollower::Admit(int slot, int64_t total, bool firm, int owner) {
+  if (parts_.rows != nullptr) parts_.rows->Give(slot, owner);
+  if (Elsewhere(slot)) return absl::OkStatus();
   std::unique_ptr<SequenceCache> home;
   if (!parts_.policy->Admit(slot, 0, total, firm ? Promise::kFirm : Promise::kSoft, home)) {
     return Differs("admitted", slot);
@@ -84,17 +88,19 @@ absl::Status RankFollower::Admit(int slot, int64_t total, bool firm) {
 }
 
 absl::Status RankFollower::BeginPrompt(int slot, int64_t tokens, int64_t cached) {
-  parts_.policy->BeginPrompt(slot, tokens, cached);
+  if (!Elsewhere(slot)) parts_.policy->BeginPrompt(slot, tokens, cached);
   return absl::OkStatus();
 }
 
 absl::Status RankFollower::EndPrompt(int slot, int64_t tokens) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   SLUICE_RETURN_IF_ERROR(FinishAll());
   parts_.policy->EndPrompt(slot, tokens, {});
   return absl::OkStatus();
 }
 
 absl::Status RankFollower::Warm(int slot) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   while (!parts_.policy->Warm(slot)) {
     parts_.policy->WarmEvent(slot).Wait();
     SLUICE_RETURN_IF_ERROR(parts_.device->Health());
@@ -103,10 +109,12 @@ absl::Status RankFollower::Warm(int slot) {
 }
 
 absl::Status RankFollower::Grow(int slot, int64_t tokens) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   return parts_.policy->Grow(slot, tokens) ? absl::OkStatus() : Differs("grown", slot);
 }
 
 absl::Status RankFollower::Release(int slot) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   if (parts_.device->Health().ok()) SLUICE_RETURN_IF_ERROR(FinishAll());
   SLUICE_RETURN_IF_ERROR(Warm(slot));
   batch_->joined(slot).Wait();
@@ -116,6 +124,7 @@ absl::Status RankFollower::Release(int slot) {
 }
 
 absl::Status RankFollower::Join(int slot, const BatchState::Joining& joining) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   batch_->Join(*stream_, slot, joining);
   return absl::OkStatus();
 }
@@ -123,7 +132,7 @@ absl::Status RankFollower::Join(int slot, const BatchState::Joining& joining) {
 absl::Status RankFollower::Step(int buffer, const StepPlan& plan) {
   SLUICE_RETURN_IF_ERROR(Finish(buffer));
   for (const PlanRow& row : plan.rows) {
-    members_[static_cast<size_t>(buffer)].push_back(row.slot);
+    if (!Elsewhere(row.slot)) members_[static_cast<size_t>(buffer)].push_back(row.slot);
   }
   batch_->Launch(*stream_, buffer, plan, *parts_.model, *parts_.policy);
   return absl::OkStatus();

@@ -31,6 +31,8 @@ class RankFollower final : private RankOrders {
     AttentionPolicy* policy = nullptr;
     RankChannel* channel = nullptr;
     RankGroup* ranks = nullptr;
+    // Not null: each rank has sequences of its own, and does what is said of those alone.
+    RankRows* rows = nullptr;
   };
   // Records the steps' programs, as Engine::Create does on the leader at the same time.
   static absl::StatusOr<std::unique_ptr<RankFollower>> Create(const Options& options,
@@ -44,7 +46,7 @@ class RankFollower final : private RankOrders {
  private:
   RankFollower(const Parts& parts, int slots, std::unique_ptr<BatchState> batch,
                std::unique_ptr<Stream> stream);
-  absl::Status Admit(int slot, int64_t total, bool firm) override;
+  absl::Status Admit(int slot, int64_t total, bool firm, int owner) override;
   absl::Status BeginPrompt(int slot, int64_t tokens, int64_t cached) override;
   absl::Status EndPrompt(int slot, int64_t tokens) override;
   absl::Status Warm(int slot) override;
@@ -53,6 +55,8 @@ class RankFollower final : private RankOrders {
   absl::Status Join(int slot, const BatchState::Joining& joining) override;
   absl::Status Step(int buffer, const StepPlan& plan) override;
 
+  // Returns whether another rank has the slot's sequence.
+  bool Elsewhere(int slot) const { return parts_.rows != nullptr && !parts_.rows->Owns(slot); }
   absl::Status RunOrders();
   // Waits until a step is done, and checks what its sequences were given.
   absl::Status Finish(int buffer);

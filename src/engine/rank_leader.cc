@@ -11,10 +11,12 @@ constexpr char kNotShared[] = "ranks do not preempt and keep nothing";
 
 }  // namespace
 
-RankLeader::RankLeader(AttentionPolicy* policy, RankChannel* channel, RankGroup* ranks, int slots)
+RankLeader::RankLeader(AttentionPolicy* policy, RankChannel* channel, RankGroup* ranks, int slots,
+                       RankDivision division)
     : ForwardingPolicy(policy),
       channel_(channel),
       ranks_(ranks),
+      division_(std::move(division)),
       warm_(static_cast<size_t>(slots), false) {}
 
 RankLeader::~RankLeader() {
@@ -39,36 +41,66 @@ void RankLeader::Send() {
 bool RankLeader::Admit(int slot, int64_t context, int64_t total, Promise promise,
                        std::unique_ptr<SequenceCache>& home) {
   SLUICE_CHECK(context == 0 && home == nullptr, "ranks compute their prompts");
-  if (!ForwardingPolicy::Admit(slot, context, total, promise, home)) return false;
-  Next().Admit(slot, total, promise == Promise::kFirm);
+  const int owner = Place(slot, total, promise, home);
+  if (owner < 0) return false;
+  Next().Admit(slot, total, promise == Promise::kFirm, owner);
   return true;
+}
+
+int RankLeader::Place(int slot, int64_t total, Promise promise,
+                      std::unique_ptr<SequenceCache>& home) {
+  if (division_.rows == nullptr) {
+    return ForwardingPolicy::Admit(slot, 0, total, promise, home) ? 0 : -1;
+  }
+  const Footprint takes = FootprintOf(0, total);
+  for (const int rank : division_.ledger->RanksFor(takes)) {
+    if (rank == 0 && !ForwardingPolicy::Admit(slot, 0, total, promise, home)) continue;
+    division_.ledger->Admit(slot, rank, takes, total);
+    division_.rows->Give(slot, rank);
+    return rank;
+  }
+  return -1;
+}
+
+SequencePlacement::Headroom RankLeader::HeadroomNow() const {
+  return division_.rows != nullptr ? division_.ledger->Headroom() : ForwardingPolicy::HeadroomNow();
 }
 
 void RankLeader::BeginPrompt(int slot, int64_t tokens, int64_t cached) {
   Next().BeginPrompt(slot, tokens, cached);
-  ForwardingPolicy::BeginPrompt(slot, tokens, cached);
+  if (!Elsewhere(slot)) ForwardingPolicy::BeginPrompt(slot, tokens, cached);
 }
 
 void RankLeader::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   Next().EndPrompt(slot, tokens);
-  ForwardingPolicy::EndPrompt(slot, tokens, std::move(hints));
+  if (!Elsewhere(slot)) ForwardingPolicy::EndPrompt(slot, tokens, std::move(hints));
 }
 
 bool RankLeader::Warm(int slot) {
-  if (!ForwardingPolicy::Warm(slot)) return false;
+  if (!Elsewhere(slot) && !ForwardingPolicy::Warm(slot)) return false;
   warm_[static_cast<size_t>(slot)] = true;
   return true;
 }
 
 bool RankLeader::Grow(int slot, int64_t tokens) {
-  if (!ForwardingPolicy::Grow(slot, tokens)) return false;
+  if (!Elsewhere(slot) && !ForwardingPolicy::Grow(slot, tokens)) return false;
   Next().Grow(slot, tokens);
   return true;
 }
 
 void RankLeader::Release(int slot) {
   Next().Release(slot);
-  ForwardingPolicy::Release(slot);
+  if (!Elsewhere(slot)) ForwardingPolicy::Release(slot);
+  if (division_.rows != nullptr) division_.ledger->Release(slot);
+}
+
+absl::Status RankLeader::SlotHealth(int slot) const {
+  // Another rank checks its own, and ends the group.
+  return Elsewhere(slot) ? absl::OkStatus() : ForwardingPolicy::SlotHealth(slot);
+}
+
+SequenceCache* RankLeader::HostCacheOfPrompt(int slot) {
+  return Elsewhere(slot) ? nullptr : ForwardingPolicy::HostCacheOfPrompt(slot);
 }
 
 bool RankLeader::MakeFirm(int) {

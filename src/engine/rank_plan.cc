@@ -92,7 +92,7 @@ absl::Status RankPlanReader::DoOne(RankOrder order) {
     case RankOrder::kBeginPrompt:
       return orders_.BeginPrompt(slot, tokens, more);
     case RankOrder::kAdmit:
-      return orders_.Admit(slot, tokens, more != 0);
+      return orders_.Admit(slot, tokens, (more & 1) != 0, static_cast<int>(more >> 1));
     default:
       return absl::InternalError(absl::StrCat("a plan has order ", static_cast<int>(order)));
   }
@@ -108,10 +108,10 @@ absl::StatusOr<bool> RankPlanReader::CarryOut() {
   return false;
 }
 
-void RankPlanWriter::Admit(int slot, int64_t total, bool firm) {
+void RankPlanWriter::Admit(int slot, int64_t total, bool firm, int owner) {
   Order(RankOrder::kAdmit, slot);
   Put(total);
-  Put(int64_t{firm ? 1 : 0});
+  Put(int64_t{owner} * 2 + (firm ? 1 : 0));
 }
 
 void RankPlanWriter::BeginPrompt(int slot, int64_t tokens, int64_t cached) {

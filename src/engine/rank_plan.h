@@ -21,7 +21,7 @@
 namespace sluice {
 
 enum class RankOrder : uint8_t {
-  kAdmit,        // slot, total tokens, whether the promise is firm
+  kAdmit,        // slot, total tokens, whether the promise is firm, whose the sequence is
   kBeginPrompt,  // slot, tokens, cached tokens
   kEndPrompt,    // slot, tokens
   kWarm,         // slot: the leader saw that it is warm
@@ -34,7 +34,8 @@ enum class RankOrder : uint8_t {
 
 class RankPlanWriter {
  public:
-  void Admit(int slot, int64_t total, bool firm);
+  // `owner`: the rank that has the sequence, where each has its own; else 0.
+  void Admit(int slot, int64_t total, bool firm, int owner);
   void BeginPrompt(int slot, int64_t tokens, int64_t cached);
   void EndPrompt(int slot, int64_t tokens);
   void Warm(int slot);
@@ -74,7 +75,7 @@ class RankPlanWriter {
 class RankOrders {
  public:
   virtual ~RankOrders() = default;
-  virtual absl::Status Admit(int slot, int64_t total, bool firm) = 0;
+  virtual absl::Status Admit(int slot, int64_t total, bool firm, int owner) = 0;
   virtual absl::Status BeginPrompt(int slot, int64_t tokens, int64_t cached) = 0;
   virtual absl::Status EndPrompt(int slot, int64_t tokens) = 0;
   virtual absl::Status Warm(int slot) = 0;

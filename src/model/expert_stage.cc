@@ -8,8 +8,19 @@
 
 namespace sluice {
 
-ExpertStage::ExpertStage(const ModelConfig& config, const LayerOperators& ops)
-    : config_(config), experts_(config.latent->experts), ops_(ops) {}
+ExpertStage::ExpertStage(const ModelConfig& config, const Model::Options& options,
+                         const LayerOperators& ops)
+    : config_(config),
+      experts_(config.latent->experts),
+      shard_(*ExpertShardOf(config, options.expert_parallel > 1 ? options.rank : 0,
+                            options.expert_parallel)),
+      ops_(ops) {
+  if (shard_.whole()) return;
+  const RowExchange::Options exchange{
+      config.hidden_size, experts_.per_token, shard_.size, shard_.experts.count,
+      options.fp8_dispatch ? DType::kFloat8E4M3 : ops.activation_type()};
+  exchange_ = std::make_unique<RowExchange>(exchange, options.ranks, ops);
+}
 
 absl::StatusOr<ExpertWeights> ExpertStage::Load(WeightLoader& loader, int layer) const {
   const int hidden = config_.hidden_size, inner = experts_.intermediate;
@@ -20,8 +31,8 @@ absl::StatusOr<ExpertWeights> ExpertStage::Load(WeightLoader& loader, int layer)
   SLUICE_ASSIGN_OR_RETURN(
       w.bias, loader.Vectors({{mlp + ".gate.e_score_correction_bias", experts_.routed}}));
   std::vector<WeightLoader::Tensor> gate_up, down;
-  for (int e = 0; e < experts_.routed; ++e) {
-    const std::string expert = absl::StrCat(mlp, ".experts.", e);
+  for (int i = 0; i < shard_.experts.count; ++i) {
+    const std::string expert = absl::StrCat(mlp, ".experts.", shard_.experts.first + i);
     gate_up.push_back({expert + ".gate_proj.weight", inner});
     gate_up.push_back({expert + ".up_proj.weight", inner});
     down.push_back({expert + ".down_proj.weight", hidden});
@@ -39,11 +50,14 @@ absl::Status ExpertStage::Allocate(Workspace& workspace, int max_rows) {
   SLUICE_RETURN_IF_ERROR(workspace.Allocate(&weights_, max_rows, k * 4, "experts' weights"));
   SLUICE_RETURN_IF_ERROR(workspace.Allocate(&pairs_, max_rows, k * 4, "rows by experts"));
   SLUICE_RETURN_IF_ERROR(workspace.Allocate(&begins_, int64_t{experts_.routed} + 1, 4, "experts"));
+  if (exchange_ != nullptr) SLUICE_RETURN_IF_ERROR(exchange_->Allocate(workspace, max_rows));
+  // Every rank may send all of its rows here.
+  const int64_t most = int64_t{max_rows} * shard_.size;
   SLUICE_RETURN_IF_ERROR(
-      workspace.Allocate(&gate_up_, max_rows, k * 2 * inner * 4, "experts' gate and up"));
-  SLUICE_RETURN_IF_ERROR(workspace.Allocate(
-      &activated_, max_rows, k * inner * ops_.activation_bytes(), "experts' activations"));
-  return workspace.Allocate(&results_, max_rows, k * config_.hidden_size * 4, "experts' results");
+      workspace.Allocate(&gate_up_, most, k * 2 * inner * 4, "experts' gate and up"));
+  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&activated_, most, k * inner * ops_.activation_bytes(),
+                                            "experts' activations"));
+  return workspace.Allocate(&results_, most, k * config_.hidden_size * 4, "experts' results");
 }
 
 void ExpertStage::Choose(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
@@ -66,20 +80,38 @@ void ExpertStage::Choose(Stream& stream, const ExpertWeights& weights, const Ste
   route.normalise = experts_.normalise;
   route.scaling = experts_.scaling;
   ops_.kernels().Route(stream, route);
+  if (exchange_ != nullptr) arrived_ = exchange_->Dispatch(stream, RowsOf(in, normed));
 }
 
 void ExpertStage::Run(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
                       const void* normed, float* residual) {
-  const int32_t pairs = in.rows * experts_.per_token;
+  if (exchange_ == nullptr) {
+    Compute(stream, weights,
+            {normed, chosen_.as<int32_t>(), weights_.as<float>(), pairs_.as<int32_t>(),
+             begins_.as<int32_t>(), residual, in.rows});
+    return;
+  }
+  Compute(stream, weights, arrived_);
+  exchange_->Combine(stream, RowsOf(in, normed), residual);
+}
+
+RowExchange::Rows ExpertStage::RowsOf(const StepInputs& in, const void* normed) const {
+  return {normed, chosen_.as<int32_t>(), weights_.as<float>(), in.rows,
+          in.most_rows > 0 ? in.most_rows : in.rows};
+}
+
+void ExpertStage::Compute(Stream& stream, const ExpertWeights& weights,
+                          const RowExchange::Arrived& rows) {
+  const int32_t pairs = rows.rows * experts_.per_token;
   kernels::ExpertLinearParams product{};
-  product.x = normed;
+  product.x = rows.x;
   product.pairs_per_row = experts_.per_token;
   product.w = weights.gate_up.matrix;
   product.y = gate_up_.as<float>();
-  product.pairs = pairs_.as<int32_t>();
-  product.begins = begins_.as<int32_t>();
+  product.pairs = rows.pairs;
+  product.begins = rows.begins;
   product.max_pairs = pairs;
-  product.experts = experts_.routed;
+  product.experts = shard_.experts.count;
   product.n = 2 * experts_.intermediate;
   product.x_type = ops_.activation_type();
   ops_.kernels().ExpertLinear(stream, product);
@@ -93,10 +125,10 @@ void ExpertStage::Run(Stream& stream, const ExpertWeights& weights, const StepIn
 
   kernels::CombineParams combine{};
   combine.y = results_.as<float>();
-  combine.chosen = chosen_.as<int32_t>();
-  combine.weights = weights_.as<float>();
-  combine.out = residual;
-  combine.rows = in.rows;
+  combine.chosen = rows.chosen;
+  combine.weights = rows.weights;
+  combine.out = rows.sums;
+  combine.rows = rows.rows;
   combine.k = experts_.per_token;
   combine.dim = config_.hidden_size;
   ops_.kernels().Combine(stream, combine);

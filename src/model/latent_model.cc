@@ -32,7 +32,7 @@ class LatentModel : public DecoderModel {
         latent_(*config_.latent),
         load_draft_(options.draft_layer != Options::DraftLayer::kNone),
         attention_(config_, options.kv_dtype, ops_),
-        experts_(config_, ops_) {}
+        experts_(config_, options, ops_) {}
 
   void Forward(Stream& stream, const StepInputs& in, AttentionPolicy& policy) override {
     LatentAttention* const attention = policy.latent_attention();

@@ -79,8 +79,15 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   SLUICE_RETURN_IF_ERROR(MakeTransfers());
   if (ranks_.channel != nullptr) {
     SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks_.channel));
+    const int slots = static_cast<int>(config_.max_sequences());
+    RankDivision division;
+    if (ranks_.rows != nullptr) {
+      division.rows = ranks_.rows.get();
+      division.ledger =
+          std::make_unique<RankLedger>(hbm_.get(), dram_.get(), RanksOf(config_), slots);
+    }
     leader_ = std::make_unique<RankLeader>(policy_.get(), ranks_.channel.get(), ranks_.group.get(),
-                                           static_cast<int>(config_.max_sequences()));
+                                           slots, std::move(division));
   }
   return StartEngine();
 }
@@ -183,6 +190,7 @@ absl::Status DecodeNode::StartEngine() {
   parts.model = model_.get();
   parts.policy = leader_ != nullptr ? leader_.get() : policy_.get();
   parts.batch_log = leader_.get();
+  parts.rank_rows = ranks_.rows.get();
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.metrics = &metrics_;

@@ -74,16 +74,18 @@ absl::Status Follow(const NodeOptions& o, const RankGroupOptions& rank) {
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankChannel> channel, JoinChannel(rank));
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankGroup> ranks, device->JoinRanks(rank));
   Model::Options options = ModelOptionsOf(o);
-  options.tensor_parallel = rank.size;
-  options.tensor_rank = rank.rank;
+  (o.divide_experts ? options.expert_parallel : options.tensor_parallel) = rank.size;
+  options.rank = rank.rank;
   options.ranks = ranks.get();
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(options, device.get()));
   SLUICE_ASSIGN_OR_RETURN(const Memory memory, MakeMemory(o, *model, device.get()));
   SLUICE_RETURN_IF_ERROR(channel->Meet(rank.join_timeout));
-  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankFollower> follower,
-                          RankFollower::Create({o.max_sequences, model->max_context()},
-                                               {device.get(), model.get(), memory.policy.get(),
-                                                channel.get(), ranks.get()}));
+  RankRows rows(ranks.get(), o.max_sequences);
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::unique_ptr<RankFollower> follower,
+      RankFollower::Create({o.max_sequences, model->max_context()},
+                           {device.get(), model.get(), memory.policy.get(), channel.get(),
+                            ranks.get(), o.divide_experts ? &rows : nullptr}));
   return follower->Run();
 }
 
@@ -93,7 +95,7 @@ Node::Node(const NodeOptions& o) {
   if (o.ranks != nullptr) {
     channel_ = OrFail(JoinChannel(*o.ranks));
     ranks_ = OrFail(device_->JoinRanks(*o.ranks));
-    model.tensor_parallel = o.ranks->size;
+    (o.divide_experts ? model.expert_parallel : model.tensor_parallel) = o.ranks->size;
     model.ranks = ranks_.get();
   }
   model_ = OrFail(Model::Load(model, device_.get()));
@@ -104,8 +106,15 @@ Node::Node(const NodeOptions& o) {
   if (o.watch != nullptr) watch_ = o.watch(policy_.get());
   if (o.ranks != nullptr) {
     REQUIRE(channel_->Meet(o.ranks->join_timeout).ok());
-    leader_ =
-        std::make_unique<RankLeader>(policy_.get(), channel_.get(), ranks_.get(), o.max_sequences);
+    RankDivision division;
+    if (o.divide_experts) {
+      rows_ = std::make_unique<RankRows>(ranks_.get(), o.max_sequences);
+      division.rows = rows_.get();
+      division.ledger =
+          std::make_unique<RankLedger>(hbm_.get(), dram_.get(), o.ranks->size, o.max_sequences);
+    }
+    leader_ = std::make_unique<RankLeader>(policy_.get(), channel_.get(), ranks_.get(),
+                                           o.max_sequences, std::move(division));
   }
   TransferTable::Options transfers;
   transfers.model_fingerprint = model_->fingerprint();
@@ -138,6 +147,7 @@ Node::Node(const NodeOptions& o) {
                  : watch_ != nullptr ? watch_.get()
                                      : policy_.get();
   parts.batch_log = leader_.get();
+  parts.rank_rows = rows_.get();
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.drafter = o.drafter;

@@ -25,8 +25,8 @@ using testing::NodeOptions;
 // Writes down what it is told.
 class Told : public RankOrders {
  public:
-  absl::Status Admit(int slot, int64_t total, bool firm) override {
-    return Say("admit ", slot, " ", total, firm ? " firm" : " soft");
+  absl::Status Admit(int slot, int64_t total, bool firm, int owner) override {
+    return Say("admit ", slot, " ", total, firm ? " firm" : " soft", " by ", owner);
   }
   absl::Status BeginPrompt(int slot, int64_t tokens, int64_t cached) override {
     return Say("begin ", slot, " ", tokens, " ", cached);
@@ -67,7 +67,7 @@ class Told : public RankOrders {
 
 RankPlanWriter Everything() {
   RankPlanWriter plan;
-  plan.Admit(3, 1000, true);
+  plan.Admit(3, 1000, true, 5);
   plan.BeginPrompt(3, 7, 0);
   BatchState::Joining joining;
   const std::vector<int32_t> tokens = {5, 6, 7}, stops = {2};
@@ -101,7 +101,7 @@ TEST_CASE("another rank is told what the leader did, in order") {
   REQUIRE(stop.ok());
   CHECK(!*stop);
   CHECK(told.said ==
-        "admit 3 1000 firm\nbegin 3 7 0\njoin 3: 5 6 7 seed 42 stops 2 bias 9-1.5\nwarm 1\n"
+        "admit 3 1000 firm by 5\nbegin 3 7 0\njoin 3: 5 6 7 seed 42 stops 2 bias 9-1.5\nwarm 1\n"
         "end 1 40\ngrow 1 64\nrelease 2\n"
         "step 1: 1 rows, 1 decode, 1 samples; 1 at 40 x1 samples after 4\n");
   plan.Stop();
