@@ -2,7 +2,6 @@
 // ends. The ranks are threads of this process.
 #include <catch2/catch.hpp>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -13,14 +12,18 @@
 #include "tests/support/node.h"
 #include "tests/support/ranks.h"
 #include "tests/test_main.h"
+#include "tests/unit/engine/rank_answers.h"
 
 namespace sluice {
 namespace {
 
-using testing::Generated;
+using testing::Answers;
+using testing::CheckSameAnswers;
 using testing::GreedyRequest;
 using testing::Node;
 using testing::NodeOptions;
+using testing::OnRanks;
+using testing::OptionsFor;
 
 // Writes down what it is told.
 class Told : public RankOrders {
@@ -124,67 +127,6 @@ TEST_CASE("a plan that ends inside an order is an error") {
     }
   }
   CHECK(whole == 8);  // orders, the last one excepted, and nothing
-}
-
-NodeOptions OptionsFor(const std::string& model) {
-  NodeOptions options;
-  options.model_dir = fixtures::ModelDir(model);
-  options.kernels = "portable";
-  options.kv_dtype = DType::kFloat32;
-  options.max_context = 512;
-  options.max_sequences = 4;
-  return options;
-}
-
-// Runs `work` on a node of `size` ranks, and checks how the other ranks end.
-void OnRanks(NodeOptions options, int size, const std::function<void(Node&)>& work) {
-  const RankGroupOptions group = testing::RankOptions(size);
-  std::vector<absl::Status> ends(static_cast<size_t>(size));
-  std::vector<std::thread> followers;
-  for (int rank = 1; rank < size; ++rank) {
-    RankGroupOptions own = group;
-    own.rank = rank;
-    followers.emplace_back(
-        [&ends, options, own] { ends[static_cast<size_t>(own.rank)] = Follow(options, own); });
-  }
-  {
-    options.ranks = &group;
-    Node node(options);
-    work(node);
-  }
-  for (std::thread& follower : followers) follower.join();
-  for (const absl::Status& end : ends) CHECK(end.ToString() == "OK");
-}
-
-// Returns the tokens of more requests than there are slots, greedy and sampled.
-std::vector<std::vector<int32_t>> Answers(Node& node) {
-  std::vector<std::shared_ptr<TokenStream>> streams;
-  for (int i = 0; i < 9; ++i) {
-    std::vector<int32_t> prompt;
-    for (int t = 0; t < 1 + 23 * i; ++t) prompt.push_back((7 * t + i) % 500);
-    Request request = GreedyRequest(prompt, 20);
-    if (i % 3 == 1) {
-      request.sampling.temperature = 0.7f;
-      request.sampling.seed = static_cast<uint64_t>(i);
-    }
-    streams.push_back(node.Start(std::move(request)));
-  }
-  std::vector<std::vector<int32_t>> ids;
-  for (auto& stream : streams) ids.push_back(Node::Collect(*stream).ids);
-  return ids;
-}
-
-void CheckSameAnswers(NodeOptions options, int size) {
-  std::vector<std::vector<int32_t>> want;
-  {
-    Node alone(options);
-    want = Answers(alone);
-  }
-  OnRanks(options, size, [&](Node& node) {
-    CHECK(Answers(node) == want);
-    CHECK(Answers(node) == want);
-    CHECK(node.Quiescent());
-  });
 }
 
 TEST_CASE("an engine of two ranks gives one engine's answers", "[ranks]") {
