@@ -1,4 +1,4 @@
-"""A model that several processes divide among them (tensor_parallel): answers, ends, refusals."""
+"""A model that several processes divide among them (tensor_parallel, expert_parallel): answers, ends, refusals."""
 
 import contextlib
 import signal
@@ -17,7 +17,7 @@ from support.nodes import (BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, SCALE, TIM
 Code = grpc.StatusCode
 # One precision for all: the sums of ranks differ from those of one device in their last bits alone.
 EXACT = ([] if DEVICE == "cuda" else ["--kernels", FLOAT32_KERNELS, "--kv-dtype", "float32"]) + [
-    "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--max-sequences", "8", "--seed", "5",
+    "--hbm-bytes", "128MiB", "--dram-bytes", "64MiB", "--max-sequences", "8", "--seed", "5",
     "--local-prefill", "always"]
 PROMPTS = [[(7 * i * j + 3) % 500 for i in range(n)] for j, n in enumerate((1, 5, 40, 200), start=1)]
 END_S = 5 * SCALE  # in which the other ranks end when one is lost
@@ -26,8 +26,9 @@ END_S = 5 * SCALE  # in which the other ranks end when one is lost
 class Ranks:
     """A running node of several ranks."""
 
-    def __init__(self, model, folder, size, *flags):
-        shared = [*EXACT, "--tensor-parallel", str(size), "--leader", f"127.0.0.1:{free_port()}", *flags]
+    def __init__(self, name, model, folder, size, *flags):
+        division = "--expert-parallel" if "deepseek" in name else "--tensor-parallel"
+        shared = [*EXACT, division, str(size), "--leader", f"127.0.0.1:{free_port()}", *flags]
         self.followers, self.logs = [], []
         for rank in range(1, size):
             self.logs.append(folder / f"rank{rank}.log")
@@ -68,7 +69,7 @@ def _ranks(tiny_models, tmp_path):
     def begin(name, size, *flags):
         folder = tmp_path / str(len(made))
         folder.mkdir()
-        made.append(Ranks(tiny_models(name), folder, size, *flags))
+        made.append(Ranks(name, tiny_models(name), folder, size, *flags))
         return made[-1]
 
     yield begin
@@ -97,6 +98,8 @@ def answers(node):
     ("tiny-llama", 2, ("--policy", "scout", "--budget-tokens", "64")),
     ("tiny-llama", 2, ("--policy", "recall", "--budget-tokens", "64")),
     ("tiny-llama", 2, ("--policy", "hgca", "--hgca-window-tokens", "64")),
+    ("tiny-deepseek-v32", 2, ()), ("tiny-deepseek-v32-fp8", 4, ()),
+    ("tiny-deepseek-v32", 4, ("--policy", "ess", "--ess-sparse-memory-ratio", "0.3")),
 ])
 def test_ranks_answer_as_one_node(name, size, flags, ranks, start, tiny_models):
     if DEVICE == "cuda" and (size > 2 or flags):
@@ -134,11 +137,15 @@ def long_stream(node):
     return call
 
 
-@pytest.mark.parametrize("size,victim", [(2, 1), (4, 2)])
-def test_a_killed_rank_ends_streams_and_the_other_ranks(size, victim, ranks):
+@pytest.mark.parametrize("name,size,victim", [
+    ("tiny-llama", 2, 1), ("tiny-llama", 4, 2),
+    # Each rank of experts: all take part in every step, with sequences or without.
+    ("tiny-deepseek-v32", 2, 1), *(("tiny-deepseek-v32", 4, victim) for victim in (1, 2, 3)),
+])
+def test_a_killed_rank_ends_streams_and_the_other_ranks(name, size, victim, ranks):
     if DEVICE == "cuda" and size > 2:
         pytest.skip("two ranks share the GPU")
-    node = ranks("tiny-llama", size)
+    node = ranks(name, size)
     streams = [long_stream(node.leader) for _ in range(3)]
     errors = []
     readers = [threading.Thread(target=lambda s=s: errors.append(error_of(lambda: s))) for s in streams]
@@ -163,8 +170,9 @@ def test_a_rank_that_is_killed_while_nothing_runs_ends_the_node(ranks):
     assert "rank 1 " in node.leader.tail()
 
 
-def test_the_other_ranks_end_with_the_leader(ranks):
-    node = ranks("tiny-llama", 4 if DEVICE == "cpu" else 2)
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-deepseek-v32"])
+def test_the_other_ranks_end_with_the_leader(name, ranks):
+    node = ranks(name, 4 if DEVICE == "cpu" else 2)
     stream = long_stream(node.leader)
     node.leader.process.kill()
     statuses = node.statuses()
@@ -203,6 +211,9 @@ def test_requests_that_ranks_do_not_share_are_refused(ranks):
     (["--tensor-parallel", "2", "--leader", "a:1", "--overcommit", "2"], "overcommit to 1"),
     (["--tensor-parallel", "2", "--leader", "a:1", "--speculation", "ngram"], "speculation to none"),
     (["--tensor-parallel", "3", "--leader", "a:1"], "KV heads"),
+    (["--expert-parallel", "2", "--leader", "a:1"], "no experts that ranks could divide"),
+    (["--expert-parallel", "2", "--tensor-parallel", "2", "--leader", "a:1"], "tensor_parallel to 1"),
+    (["--expert-parallel", "2", "--leader", "a:1", "--policy", "scout"], "policies full, ess, and policy is scout"),
 ])
 def test_settings_that_ranks_cannot_have_are_refused(flags, said, tiny_models):
     computes = [] if "--local-prefill" in flags else ["--local-prefill", "always"]
@@ -219,6 +230,20 @@ def test_the_plan_shows_each_rank(tiny_models):
     assert "1 of 2: heads 2 to 3 of 4, KV heads 1 to 1 of 2" in done.stdout
     # Three layers, 8 rows, 128 float32 elements a row, and two sums a layer.
     assert "6 all-reduces of 24.0 KiB" in done.stdout
+
+
+def test_the_plan_shows_ranks_of_experts(tiny_models):
+    plan = [BIN / "sluice-server", "--model", tiny_models("tiny-deepseek-v32"), "--device", "cpu", *EXACT,
+            "--print-plan", "--leader", "a:1", "--expert-parallel"]
+    done = run(*plan, "4")
+    assert done.returncode == 0, done.stderr
+    assert "0 of 4: experts 0 to 1 of 8" in done.stdout and "3 of 4: experts 6 to 7 of 8" in done.stdout
+    # Two layers have experts; 4 ranks of 8 rows, each of 192 float32 elements and 2 choices with their weights.
+    assert "4 all-to-alls, 2 out of up to 24.5 KiB and as many back of up to 24.0 KiB" in done.stdout
+    table = done.stdout.split("GPUs that the checkpoint takes")[1].splitlines()[2:]
+    assert [line.split()[0] for line in table] == ["1", "2", "4", "8"]
+    refused = run(*plan, "3")
+    assert refused.returncode == 1 and "8 experts, which 3 ranks cannot divide evenly" in refused.stderr
 
 
 def test_a_leader_worker_set_gives_the_ranks_their_names(tiny_models, tmp_path):
