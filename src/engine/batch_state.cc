@@ -43,6 +43,7 @@ BatchState::BatchState(const Options& options, Device* device, const Model& mode
     : device_(device),
       log_(options.log),
       ranks_(options.ranks),
+      halves_from_(options.ranks != nullptr ? options.halves_from : 0),
       slots_(options.slots),
       max_context_(options.max_context),
       draft_tokens_(options.draft_tokens),
@@ -183,7 +184,7 @@ absl::Status BatchState::RecordPrograms(Stream& stream, Model& model, AttentionP
   for (int32_t rows = 1; rows <= max_samples_; ++rows) {
     const int32_t bucket = BucketOf(rows);
     if (bucket == 0 || (!programs_.empty() && programs_.back().shape.rows == bucket)) continue;
-    const Shape shape{bucket, bucket, std::min(bucket, max_samples_)};
+    const Shape shape{bucket, bucket, std::min(bucket, max_samples_), 0, Halves(bucket)};
     StepProgram program;
     program.shape = shape;
     SLUICE_ASSIGN_OR_RETURN(program.forward, RecordForward(stream, shape, model, policy));
@@ -231,10 +232,10 @@ BatchState::StepProgram* BatchState::ProgramFor(const StepPlan& plan, int32_t ro
   return program == programs_.end() ? nullptr : &*program;
 }
 
-BatchState::Shape BatchState::ShapeOf(const StepPlan& own, int32_t most_rows) const {
+BatchState::Shape BatchState::ShapeOf(const StepPlan& own, int32_t most_rows, bool halves) const {
   // A rank without rows takes part with a padded one.
-  if (own.row_count == 0) return {1, 1, 0, most_rows};
-  return {own.row_count, own.decode_rows, own.sample_count, most_rows};
+  if (own.row_count == 0) return {1, 1, 0, most_rows, halves};
+  return {own.row_count, own.decode_rows, own.sample_count, most_rows, halves};
 }
 
 void BatchState::Forward(Stream& stream, const Shape& shape, Model& model,
@@ -253,6 +254,7 @@ void BatchState::Forward(Stream& stream, const Shape& shape, Model& model,
   step.logit_count = shape.samples;
   step.logits = logits_.as<float>();
   step.most_rows = shape.most_rows;
+  step.halves = shape.halves;
   model.Forward(stream, step, policy);
 }
 
@@ -320,7 +322,8 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
   const int32_t most_rows = part != nullptr ? part->most_rows : plan.row_count;
   if (part != nullptr) ranks_->FindSamples(plan, &places_[b]);
   StepProgram* const program = ProgramFor(plan, most_rows);
-  const Shape shape = program != nullptr ? program->shape : ShapeOf(own, most_rows);
+  const bool halves = plan.decode_rows == plan.row_count && Halves(most_rows);
+  const Shape shape = program != nullptr ? program->shape : ShapeOf(own, most_rows, halves);
   if (policy.WantsRecording(shape.decode_rows) && program != nullptr) {
     RecordAgain(stream, *program, model, policy);
   }

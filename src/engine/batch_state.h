@@ -49,6 +49,9 @@ class BatchState {
     // Not null: each rank runs the rows of its own sequences, and has the results of all. Plans,
     // and the numbers of their samples, are those of all ranks. It outlives the batch.
     RankRows* ranks = nullptr;
+    // With `ranks`: a step of decode rows, of which some rank has so many, runs as two halves
+    // (StepInputs::halves); 0: none does.
+    int halves_from = 0;
   };
   static absl::StatusOr<std::unique_ptr<BatchState>> Create(const Options& options, Device* device,
                                                             const Model& model);
@@ -127,6 +130,7 @@ class BatchState {
     int32_t decode_rows = 0;
     int32_t samples = 0;
     int32_t most_rows = 0;  // StepInputs::most_rows
+    bool halves = false;    // StepInputs::halves
   };
   // A recorded step of decode rows. It has two parts, so that the time of each is known. The second
   // one has the drafts of the device too.
@@ -141,7 +145,9 @@ class BatchState {
   // Returns the program that serves a plan, of which a rank has `rows` rows at most, or null.
   StepProgram* ProgramFor(const StepPlan& plan, int32_t rows);
   // Returns the size of a step that no program serves.
-  Shape ShapeOf(const StepPlan& own, int32_t most_rows) const;
+  Shape ShapeOf(const StepPlan& own, int32_t most_rows, bool halves) const;
+  // Returns whether a step runs as two halves whose decode rows are all its rows.
+  bool Halves(int32_t most_rows) const { return halves_from_ > 0 && most_rows >= halves_from_; }
   absl::StatusOr<std::unique_ptr<Program>> RecordForward(Stream& stream, const Shape& shape,
                                                          Model& model, AttentionPolicy& policy);
   // Records a size of step again for which the policy now enqueues something else. A program that
@@ -208,6 +214,7 @@ class BatchState {
   Device* const device_;
   BatchLog* const log_;
   RankRows* const ranks_;  // null: this rank runs all rows
+  const int halves_from_;
   const int slots_;
   const int max_context_;
   const int draft_tokens_;

@@ -301,8 +301,8 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const Options& options, c
       std::unique_ptr<BatchState> batch,
       BatchState::Create(
           {static_cast<int>(options.max_sequences), static_cast<int>(options.max_context), drafts,
-           parts.drafter != nullptr && parts.drafter->on_device(), parts.batch_log,
-           parts.rank_rows},
+           parts.drafter != nullptr && parts.drafter->on_device(), parts.batch_log, parts.rank_rows,
+           options.halves_from},
           parts.device, *parts.model));
   std::unique_ptr<Stream> stream = parts.device->NewStream(Device::StreamKind::kCompute);
   SLUICE_RETURN_IF_ERROR(batch->RecordPrograms(*stream, *parts.model, *parts.policy));

@@ -18,11 +18,12 @@ absl::Status Differs(const char* what, int slot) {
 absl::StatusOr<std::unique_ptr<RankFollower>> RankFollower::Create(const Options& options,
                                                                    const Parts& parts) {
   SLUICE_RETURN_IF_ERROR(CheckAttends(*parts.policy, parts.model->cache_layout()));
-  SLUICE_ASSIGN_OR_RETURN(
-      std::unique_ptr<BatchState> batch,
-      BatchState::Create(
-          {.slots = options.slots, .max_context = options.max_context, .ranks = parts.rows},
-          parts.device, *parts.model));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<BatchState> batch,
+                          BatchState::Create({.slots = options.slots,
+                                              .max_context = options.max_context,
+                                              .ranks = parts.rows,
+                                              .halves_from = options.halves_from},
+                                             parts.device, *parts.model));
   std::unique_ptr<Stream> stream = parts.device->NewStream(Device::StreamKind::kCompute);
   SLUICE_RETURN_IF_ERROR(batch->RecordPrograms(*stream, *parts.model, *parts.policy));
   return std::unique_ptr<RankFollower>(

@@ -23,6 +23,7 @@ class RankFollower final : private RankOrders {
   struct Options {
     int slots = 0;
     int max_context = 0;
+    int halves_from = 0;  // BatchState::Options::halves_from
   };
   // All of them outlive the follower.
   struct Parts {

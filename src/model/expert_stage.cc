@@ -1,5 +1,6 @@
 #include "src/model/expert_stage.h"
 
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -19,7 +20,9 @@ ExpertStage::ExpertStage(const ModelConfig& config, const Model::Options& option
   const RowExchange::Options exchange{
       config.hidden_size, experts_.per_token, shard_.size, shard_.experts.count,
       options.fp8_dispatch ? DType::kFloat8E4M3 : ops.activation_type()};
-  exchange_ = std::make_unique<RowExchange>(exchange, options.ranks, ops);
+  for (size_t half = 0; half < (options.halves ? 2 : 1); ++half) {
+    exchanges_[half] = std::make_unique<RowExchange>(exchange, options.ranks, ops);
+  }
 }
 
 absl::StatusOr<ExpertWeights> ExpertStage::Load(WeightLoader& loader, int layer) const {
@@ -50,7 +53,10 @@ absl::Status ExpertStage::Allocate(Workspace& workspace, int max_rows) {
   SLUICE_RETURN_IF_ERROR(workspace.Allocate(&weights_, max_rows, k * 4, "experts' weights"));
   SLUICE_RETURN_IF_ERROR(workspace.Allocate(&pairs_, max_rows, k * 4, "rows by experts"));
   SLUICE_RETURN_IF_ERROR(workspace.Allocate(&begins_, int64_t{experts_.routed} + 1, 4, "experts"));
-  if (exchange_ != nullptr) SLUICE_RETURN_IF_ERROR(exchange_->Allocate(workspace, max_rows));
+  for (const auto& [exchange, rows] :
+       {std::pair{exchanges_[0].get(), max_rows}, {exchanges_[1].get(), (max_rows + 1) / 2}}) {
+    if (exchange != nullptr) SLUICE_RETURN_IF_ERROR(exchange->Allocate(workspace, rows));
+  }
   // Every rank may send all of its rows here.
   const int64_t most = int64_t{max_rows} * shard_.size;
   SLUICE_RETURN_IF_ERROR(
@@ -61,18 +67,21 @@ absl::Status ExpertStage::Allocate(Workspace& workspace, int max_rows) {
 }
 
 void ExpertStage::Choose(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
-                         const void* normed) {
-  ops_.Product(stream, normed, weights.router, {}, logits_.as<float>(), in.rows, in.decode_rows,
+                         RowRange rows, const void* normed) {
+  const int64_t first = rows.begin, k = experts_.per_token;
+  float* const logits = logits_.as<float>() + first * experts_.routed;
+  ops_.Product(stream, RowsOf(normed, first), weights.router, {}, logits, rows.count, rows.decode,
                /*accumulate=*/false);
   kernels::RouteParams route{};
-  route.logits = logits_.as<float>();
+  route.logits = logits;
   route.bias = weights.bias.data();
-  route.slots = in.slots;
-  route.chosen = chosen_.as<int32_t>();
-  route.weights = weights_.as<float>();
+  route.slots = in.slots + first;
+  route.chosen = chosen_.as<int32_t>() + first * k;
+  route.weights = weights_.as<float>() + first * k;
+  // Where ranks divide the experts, only the pairs of rows that arrive count.
   route.pairs = pairs_.as<int32_t>();
   route.begins = begins_.as<int32_t>();
-  route.rows = in.rows;
+  route.rows = rows.count;
   route.experts = experts_.routed;
   route.k = experts_.per_token;
   route.groups = experts_.groups;
@@ -80,24 +89,37 @@ void ExpertStage::Choose(Stream& stream, const ExpertWeights& weights, const Ste
   route.normalise = experts_.normalise;
   route.scaling = experts_.scaling;
   ops_.kernels().Route(stream, route);
-  if (exchange_ != nullptr) arrived_ = exchange_->Dispatch(stream, RowsOf(in, normed));
 }
 
 void ExpertStage::Run(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
                       const void* normed, float* residual) {
-  if (exchange_ == nullptr) {
-    Compute(stream, weights,
-            {normed, chosen_.as<int32_t>(), weights_.as<float>(), pairs_.as<int32_t>(),
-             begins_.as<int32_t>(), residual, in.rows});
-    return;
-  }
-  Compute(stream, weights, arrived_);
-  exchange_->Combine(stream, RowsOf(in, normed), residual);
+  RowExchange::Arrived rows;
+  rows.x = normed;
+  rows.chosen = chosen_.as<int32_t>();
+  rows.weights = weights_.as<float>();
+  rows.pairs = pairs_.as<int32_t>();
+  rows.begins = begins_.as<int32_t>();
+  rows.sums = residual;
+  rows.rows = in.rows;
+  Compute(stream, weights, rows);
 }
 
-RowExchange::Rows ExpertStage::RowsOf(const StepInputs& in, const void* normed) const {
-  return {normed, chosen_.as<int32_t>(), weights_.as<float>(), in.rows,
-          in.most_rows > 0 ? in.most_rows : in.rows};
+void ExpertStage::Pack(Stream& stream, int half, const StepInputs& in, RowRange rows,
+                       const void* normed, float* residual) {
+  const int64_t first = rows.begin, k = experts_.per_token;
+  const int32_t most = in.most_rows > 0 ? in.most_rows : in.rows;
+  RowExchange::Rows packed;
+  packed.x = RowsOf(normed, first);
+  packed.chosen = chosen_.as<int32_t>() + first * k;
+  packed.weights = weights_.as<float>() + first * k;
+  packed.out = residual + first * config_.hidden_size;
+  packed.rows = rows.count;
+  packed.most_rows = in.halves ? (most + 1) / 2 : most;
+  exchange(half).Pack(stream, packed);
+}
+
+void ExpertStage::Work(Stream& stream, const ExpertWeights& weights, int half) {
+  Compute(stream, weights, exchange(half).Unpack(stream));
 }
 
 void ExpertStage::Compute(Stream& stream, const ExpertWeights& weights,

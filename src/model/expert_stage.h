@@ -9,6 +9,7 @@
 // its own rank nor on the rows beside it.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <string>
 
@@ -39,20 +40,32 @@ class ExpertStage {
   absl::StatusOr<ExpertWeights> Load(WeightLoader& loader, int layer) const;
   absl::Status Allocate(Workspace& workspace, int max_rows);
 
-  // Chooses experts for all rows of a step, and sends the rows off to other ranks. `normed`:
-  // activations [rows][hidden].
-  void Choose(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
+  // Chooses experts for some rows of a step. `normed`: activations [rows of the step][hidden].
+  void Choose(Stream& stream, const ExpertWeights& weights, const StepInputs& in, RowRange rows,
               const void* normed);
-  // Enqueues residual += the weighted sum of the chosen experts. REQUIRES: Choose() of the same
-  // rows was called before.
+  // Returns whether ranks divide the experts, so that the functions of an exchange do the rest.
+  bool divided() const { return !shard_.whole(); }
+  // Enqueues residual += the weighted sum of the chosen experts, for all rows. REQUIRES: Choose()
+  // of them was called before, and !divided().
   void Run(Stream& stream, const ExpertWeights& weights, const StepInputs& in, const void* normed,
            float* residual);
 
+  // Enqueues the packing of chosen rows, which is a whole step, `half` 0, or a half of one.
+  // `residual` and `normed` have all rows of the step. REQUIRES: divided(), here and below.
+  void Pack(Stream& stream, int half, const StepInputs& in, RowRange rows, const void* normed,
+            float* residual);
+  RowExchange& exchange(int half) { return *exchanges_[static_cast<size_t>(half)]; }
+  // Enqueues the work of the rank's experts, between Dispatch and Return of the exchange.
+  void Work(Stream& stream, const ExpertWeights& weights, int half);
+
  private:
+  // Returns the activations of the rows from `first` on.
+  const void* RowsOf(const void* normed, int64_t first) const {
+    return static_cast<const uint8_t*>(normed) +
+           first * config_.hidden_size * ops_.activation_bytes();
+  }
   // Enqueues rows.sums += the weighted sum of the rank's experts.
   void Compute(Stream& stream, const ExpertWeights& weights, const RowExchange::Arrived& rows);
-  // Returns the step's rows with their choices.
-  RowExchange::Rows RowsOf(const StepInputs& in, const void* normed) const;
 
   const ModelConfig& config_;
   const ExpertConfig& experts_;
@@ -65,11 +78,11 @@ class ExpertStage {
   Buffer begins_;   // int32 [routed + 1]
   // Indexed by pairs of a row and a choice; where ranks divide the experts, of a row that arrived.
   // The pairs of padded rows, and of other ranks' experts, are not written.
-  Buffer gate_up_;                         // float32 [rows * k][2 * intermediate]
-  Buffer activated_;                       // activation [rows * k][intermediate]
-  Buffer results_;                         // float32 [rows * k][hidden]
-  std::unique_ptr<RowExchange> exchange_;  // null: the experts are whole
-  RowExchange::Arrived arrived_;           // of the newest Choose
+  Buffer gate_up_;    // float32 [rows * k][2 * intermediate]
+  Buffer activated_;  // activation [rows * k][intermediate]
+  Buffer results_;    // float32 [rows * k][hidden]
+  // Of a whole step or its first half, and of the second half; null where there is none.
+  std::array<std::unique_ptr<RowExchange>, 2> exchanges_;
 };
 
 }  // namespace sluice

@@ -39,6 +39,9 @@ struct StepInputs {
   // The most rows that any rank has in this step, the same on each, where ranks divide the experts;
   // 0: `rows`. A rank without sequences has one padded row.
   int32_t most_rows = 0;
+  // The step runs as two halves, each with its exchanges beneath what the other computes: the same
+  // bits. REQUIRES: Options::halves, and that every rank has decode rows alone.
+  bool halves = false;
 };
 
 // The rows of a draft layer (multi-token prediction: DeepSeek-V3, arXiv 2412.19437, section 2.2).
@@ -100,6 +103,7 @@ class Model {
     RankGroup* ranks = nullptr;
     // Whether rows travel to other ranks' experts as e4m3 (kernels/exchange_params.h).
     bool fp8_dispatch = false;
+    bool halves = false;  // StepInputs::halves may be set
   };
   // Loads a model. Errors name the file, tensor or key, what was expected and what was found.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const Options& options, Device* device);

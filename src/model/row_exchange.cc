@@ -7,7 +7,7 @@ namespace sluice {
 
 absl::Status RowExchange::Allocate(Workspace& workspace, int max_rows) {
   const int64_t ranks = options_.ranks, all = ranks * max_rows, k = options_.choices;
-  const int64_t unit = kernels::RowUnitOf(options_.dim, options_.choices, options_.type).bytes;
+  const int64_t unit = unit_bytes();
   struct Wanted {
     Buffer* buffer;
     int64_t rows, row_bytes;
@@ -37,8 +37,12 @@ absl::Status RowExchange::Allocate(Workspace& workspace, int max_rows) {
   return absl::OkStatus();
 }
 
-RowExchange::Arrived RowExchange::Dispatch(Stream& stream, const Rows& rows) {
-  SLUICE_CHECK(group_ != nullptr, "divided experts compute with their ranks");
+int64_t RowExchange::unit_bytes() const {
+  return kernels::RowUnitOf(options_.dim, options_.choices, options_.type).bytes;
+}
+
+void RowExchange::Pack(Stream& stream, const Rows& rows) {
+  rows_ = rows;
   kernels::PackRowsParams pack{};
   pack.x = rows.x;
   pack.chosen = rows.chosen;
@@ -55,17 +59,26 @@ RowExchange::Arrived RowExchange::Dispatch(Stream& stream, const Rows& rows) {
   pack.x_type = ops_.activation_type();
   pack.type = options_.type;
   ops_.kernels().PackRows(stream, pack);
+}
 
+void RowExchange::Move(Stream& stream, const Buffer& send, const Buffer& send_counts,
+                       const Buffer& receive, const Buffer& receive_counts, int64_t unit_bytes) {
+  SLUICE_CHECK(group_ != nullptr, "divided experts compute with their ranks");
   AllToAllParams move;
-  move.send = sent_.data();
-  move.send_counts = sent_counts_.as<int32_t>();
-  move.receive = arrived_.data();
-  move.receive_counts = arrived_counts_.as<int32_t>();
-  move.capacity = rows.most_rows;
-  move.unit_bytes =
-      static_cast<int32_t>(kernels::RowUnitOf(options_.dim, options_.choices, options_.type).bytes);
+  move.send = send.data();
+  move.send_counts = send_counts.as<int32_t>();
+  move.receive = receive.data();
+  move.receive_counts = receive_counts.as<int32_t>();
+  move.capacity = rows_.most_rows;
+  move.unit_bytes = static_cast<int32_t>(unit_bytes);
   group_->AllToAll(stream, move);
+}
 
+void RowExchange::Dispatch(Stream& stream) {
+  Move(stream, sent_, sent_counts_, arrived_, arrived_counts_, unit_bytes());
+}
+
+RowExchange::Arrived RowExchange::Unpack(Stream& stream) {
   kernels::UnpackRowsParams unpack{};
   unpack.units = arrived_.data();
   unpack.counts = arrived_counts_.as<int32_t>();
@@ -78,35 +91,32 @@ RowExchange::Arrived RowExchange::Dispatch(Stream& stream, const Rows& rows) {
   unpack.dim = options_.dim;
   unpack.choices = options_.choices;
   unpack.ranks = options_.ranks;
-  unpack.capacity = rows.most_rows;
+  unpack.capacity = rows_.most_rows;
   unpack.experts_each = options_.experts_each;
   unpack.x_type = ops_.activation_type();
   unpack.type = options_.type;
   ops_.kernels().UnpackRows(stream, unpack);
-  return {unpack.x,
-          unpack.chosen,
-          unpack.weights,
-          unpack.pairs,
-          unpack.begins,
-          unpack.sums,
-          options_.ranks * rows.most_rows};
+  Arrived arrived;
+  arrived.x = unpack.x;
+  arrived.chosen = unpack.chosen;
+  arrived.weights = unpack.weights;
+  arrived.pairs = unpack.pairs;
+  arrived.begins = unpack.begins;
+  arrived.sums = unpack.sums;
+  arrived.rows = options_.ranks * rows_.most_rows;
+  return arrived;
 }
 
-void RowExchange::Combine(Stream& stream, const Rows& rows, float* out) {
-  AllToAllParams move;
-  move.send = sums_.data();
-  move.send_counts = arrived_counts_.as<int32_t>();
-  move.receive = returned_.data();
-  move.receive_counts = returned_counts_.as<int32_t>();
-  move.capacity = rows.most_rows;
-  move.unit_bytes = options_.dim * 4;
-  group_->AllToAll(stream, move);
+void RowExchange::Return(Stream& stream) {
+  Move(stream, sums_, arrived_counts_, returned_, returned_counts_, int64_t{options_.dim} * 4);
+}
 
+void RowExchange::Add(Stream& stream) {
   kernels::AddPartsParams add{};
   add.parts = returned_.as<float>();
   add.places = places_.as<int32_t>();
-  add.out = out;
-  add.rows = rows.rows;
+  add.out = rows_.out;
+  add.rows = rows_.rows;
   add.ranks = options_.ranks;
   add.dim = options_.dim;
   ops_.kernels().AddParts(stream, add);

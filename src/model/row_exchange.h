@@ -1,9 +1,11 @@
-// RowExchange takes the rows of a step to the ranks that have their experts, and brings the
-// experts' sums back (kernels/exchange_params.h). Every rank calls Dispatch and Combine in turn, in
-// each layer of each step, whether or not it has rows. Internal to src/model.
+// RowExchange takes the rows of a step, or of half a step, to the ranks that have their experts,
+// and brings the experts' sums back (kernels/exchange_params.h). Every rank calls Pack, Dispatch,
+// Unpack, Return and Add in turn, in each layer of each step, whether or not it has rows. Dispatch
+// and Return are operations of the group; they may be on another stream than the others, which the
+// caller orders. Internal to src/model.
 //
 // A rank may send all of its rows to one other, so a block has room for the most rows that any rank
-// has in the step. All buffers are there once for max_rows of them.
+// has. All buffers are there once for max_rows of them.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +31,18 @@ class RowExchange {
 
   absl::Status Allocate(Workspace& workspace, int max_rows);
 
+  struct Rows {
+    const void* x = nullptr;          // activations [rows][dim]
+    const int32_t* chosen = nullptr;  // [rows][choices]
+    const float* weights = nullptr;   // [rows][choices]
+    float* out = nullptr;             // float32 [rows][dim], to which the sums are added
+    int32_t rows = 0;                 // may be 0
+    int32_t most_rows = 0;            // of any rank, the same on each
+  };
+  // Enqueues the packing of rows.
+  void Pack(Stream& stream, const Rows& rows);
+  void Dispatch(Stream& stream);
+
   // The rows that arrived, as an expert's operators take them. A row without a choice is none.
   struct Arrived {
     const void* x = nullptr;  // activations [rows][dim]
@@ -36,25 +50,24 @@ class RowExchange {
     const float* weights = nullptr;
     const int32_t* pairs = nullptr;
     const int32_t* begins = nullptr;
-    float* sums = nullptr;  // float32 [rows][dim], zeros: for what Combine brings back
+    float* sums = nullptr;  // float32 [rows][dim], zeros: for what Return takes back
     int32_t rows = 0;
   };
-  struct Rows {
-    const void* x = nullptr;  // activations [rows][dim]
-    const int32_t* chosen = nullptr;
-    const float* weights = nullptr;
-    int32_t rows = 0;
-    int32_t most_rows = 0;  // of any rank in the step, the same on each
-  };
-  // Enqueues what sends the rows off and what takes those that arrive.
-  Arrived Dispatch(Stream& stream, const Rows& rows);
-  // Enqueues out += the sums that other ranks made for the rows of the newest Dispatch.
-  void Combine(Stream& stream, const Rows& rows, float* out);
+  Arrived Unpack(Stream& stream);
+  void Return(Stream& stream);
+  // Enqueues out += the sums that all ranks made for the packed rows.
+  void Add(Stream& stream);
 
  private:
+  // Enqueues an all-to-all of blocks of most_rows units.
+  void Move(Stream& stream, const Buffer& send, const Buffer& send_counts, const Buffer& receive,
+            const Buffer& receive_counts, int64_t unit_bytes);
+  int64_t unit_bytes() const;
+
   const Options options_;
   RankGroup* const group_;
   const LayerOperators& ops_;
+  Rows rows_;                                 // of the newest Pack
   Buffer sent_, arrived_;                     // [ranks][rows] units
   Buffer sent_counts_, arrived_counts_;       // int32 [ranks]
   Buffer returned_counts_;                    // int32 [ranks]: those of sent_counts_ again

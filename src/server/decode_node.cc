@@ -182,6 +182,7 @@ absl::Status DecodeNode::StartEngine() {
   options.local_prefill = config_.local_prefill() == "always"       ? LocalPrefill::kAlways
                           : config_.local_prefill() == "on_failure" ? LocalPrefill::kOnFailure
                                                                     : LocalPrefill::kNever;
+  options.halves_from = static_cast<int>(config_.expert_overlap());
   options.seed = SeedOf(config_);
   options.transfer_wait = absl::Seconds(config_.transfer_wait_seconds());
   options.slow_reader_timeout = absl::Seconds(config_.slow_reader_timeout_seconds());

@@ -216,6 +216,7 @@ absl::Status RunFollower(Config config, Signals& signals) {
   RankFollower::Options options;
   options.slots = static_cast<int>(config.max_sequences());
   options.max_context = model->max_context();
+  options.halves_from = static_cast<int>(config.expert_overlap());
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<RankFollower> follower,
       RankFollower::Create(options, {device.get(), model.get(), memory.policy.get(),

@@ -32,6 +32,7 @@ Model::Options ModelOptionsOf(const NodeOptions& o) {
   model.max_context = o.max_context;
   model.max_logits = o.max_sequences * (1 + o.draft_tokens);
   model.max_rows = o.chunk_tokens + model.max_logits;
+  model.halves = o.halves_from > 0;
   if (o.drafter != nullptr && o.drafter->on_device()) {
     model.draft_layer = Model::Options::DraftLayer::kRequired;
   }
@@ -83,7 +84,7 @@ absl::Status Follow(const NodeOptions& o, const RankGroupOptions& rank) {
   RankRows rows(ranks.get(), o.max_sequences);
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<RankFollower> follower,
-      RankFollower::Create({o.max_sequences, model->max_context()},
+      RankFollower::Create({o.max_sequences, model->max_context(), o.halves_from},
                            {device.get(), model.get(), memory.policy.get(), channel.get(),
                             ranks.get(), o.divide_experts ? &rows : nullptr}));
   return follower->Run();
@@ -138,6 +139,7 @@ Node::Node(const NodeOptions& o) {
   engine.chunk_tokens = static_cast<uint32_t>(o.chunk_tokens);
   engine.local_prefill = o.local_prefill;
   engine.seed = 7;
+  engine.halves_from = o.halves_from;
   engine.transfer_wait = o.transfer_wait;
   engine.slow_reader_timeout = o.slow_reader_timeout;
   Engine::Parts parts;

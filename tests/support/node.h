@@ -56,6 +56,7 @@ struct NodeOptions {
   Clock* clock = RealClock();
   // Not null: the node is rank 0 of this group, whose other ranks follow it (Follow).
   const RankGroupOptions* ranks = nullptr;
+  int halves_from = 0;          // BatchState::Options::halves_from
   bool divide_experts = false;  // the ranks divide the experts, and each has its own sequences
 };
 

@@ -142,6 +142,23 @@ TEST_CASE("an engine of ranks of experts gives one engine's answers under ess", 
   }
 }
 
+// One rank's rows are halved, and the other's too, or it has one row or none.
+TEST_CASE("steps in two halves give one engine's answers", "[ranks]") {
+  for (const char* policy : {"full", "ess"}) {
+    for (const int row_bucket : {0, 2}) {
+      INFO(policy << ", row bucket " << row_bucket);
+      NodeOptions options = ExpertsFor("tiny-deepseek-v32");
+      options.row_bucket = row_bucket;
+      options.halves_from = 1;
+      options.max_sequences = 5;
+      options.policy.name = policy;
+      options.policy.ess.sparse_memory_ratio = 0.2;
+      options.policy.ess.least_places = 0;
+      CheckSameAnswers(options, 2);
+    }
+  }
+}
+
 // Pools of which each has room for two of the sequences, so that four run only on two ranks.
 TEST_CASE("sequences are spread over the ranks' pools", "[ranks]") {
   NodeOptions options = ExpertsFor("tiny-deepseek-v32");
