@@ -216,8 +216,66 @@ TEST_CASE("ranks of experts under ess give the logits and tokens of one device",
   });
 }
 
+// Returns how many operators of each name a decode step launches.
+std::map<std::string, int> LaunchesOfStep(Teacher& teacher, const std::vector<int32_t>& prompt) {
+  std::vector<int32_t> tokens = prompt;
+  tokens.push_back(1);
+  teacher.Begin(tokens);
+  const int n = static_cast<int>(prompt.size());
+  teacher.Step(0, n, /*generates=*/false);
+  auto trace = teacher.device().StartTrace();
+  SLUICE_CHECK(trace.ok());
+  teacher.Step(n, 1, /*generates=*/true);
+  std::map<std::string, int> launches;
+  const auto slices = (*trace)->Stop();
+  SLUICE_CHECK(slices.ok());
+  for (const TraceSlice& slice : *slices) {
+    if (slice.kind == TraceSlice::Kind::kKernel) ++launches[slice.name];
+  }
+  return launches;
+}
+
+TEST_CASE("a step of a rank of experts launches what one device does, and its exchanges",
+          "[ranks]") {
+  for (const std::string& name : fixtures::TinyLatentModels()) {
+    const std::string dir = fixtures::ModelDir(name);
+    const std::vector<int32_t> prompt(40, 7);
+    const ModelConfig config = *LoadModelConfig(dir);
+    const int layers = config.layers - config.latent->dense_layers;
+    REQUIRE(layers > 0);
+    const auto wrong = testing::RunRankProcesses(
+        testing::RankOptions(2), [&](const RankGroupOptions& options) -> std::string {
+          Teacher whole(dir, "portable", DType::kFloat32);
+          std::map<std::string, int> want = LaunchesOfStep(whole, prompt);
+          want["all-to-all"] = 2 * layers;
+          for (const char* own :
+               {"pack_places", "pack_rows", "unpack_rows", "unpack_pairs", "add_parts"}) {
+            want[own] = layers;
+          }
+          Teacher rank(dir, "portable", DType::kFloat32, nullptr, &options, Divided::kExperts);
+          const std::map<std::string, int> got = LaunchesOfStep(rank, prompt);
+          std::string text;
+          for (const auto& [what, n] : got) absl::StrAppend(&text, what, " ", n, " ");
+          return got == want ? "" : "launches " + text;
+        });
+    CHECK(testing::Joined(wrong) == "");
+  }
+}
+
 TEST_CASE("ranks of experts that exchange e4m3 give nearly the logits of one device", "[ranks]") {
   CheckRanks("tiny-deepseek-v32", 2, nullptr, 0.1, "portable", Divided::kExpertsByFp8);
+}
+
+TEST_CASE("two ranks of experts on one GPU give the tokens of one rank", "[ranks][cuda]") {
+  const auto tried =
+      testing::RunRankProcesses(testing::RankOptions(1), [](const RankGroupOptions&) {
+        return std::string(testing::TestDevice("cuda").status().message());
+      });
+  if (!tried[0].empty()) return SkipTest(tried[0]);
+  // Activations are rounded to bf16, and a sum in another order rounds otherwise.
+  for (const std::string& name : fixtures::TinyLatentModels()) {
+    CheckRanks(name, 2, nullptr, 2e-2, "cuda");
+  }
 }
 
 }  // namespace
