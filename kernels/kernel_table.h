@@ -11,6 +11,7 @@
 
 #include "kernels/bring_params.h"
 #include "kernels/draft_params.h"
+#include "kernels/exchange_params.h"
 #include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
@@ -98,6 +99,13 @@ struct KernelTable {
   void (*route_pairs)(const RouteParams&, Worker);
   void (*expert_linear)(const ExpertLinearParams&, Worker);
   void (*combine)(const CombineParams&, Worker);
+  // Rows to the experts of other ranks and back (kernels/exchange_params.h). The first phase of
+  // packing finds the places, and the second of unpacking lists the pairs.
+  void (*pack_places)(const PackRowsParams&, Worker);
+  void (*pack_rows)(const PackRowsParams&, Worker);
+  void (*unpack_rows)(const UnpackRowsParams&, Worker);
+  void (*unpack_pairs)(const UnpackRowsParams&, Worker);
+  void (*add_parts)(const AddPartsParams&, Worker);
   // Speculation on the device (kernels/draft_params.h).
   void (*settle_drafts)(const SettleDraftsParams&, Worker);
   void (*newest_lists)(const NewestListsParams&, Worker);

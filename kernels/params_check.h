@@ -7,6 +7,7 @@
 
 #include "kernels/bring_params.h"
 #include "kernels/draft_params.h"
+#include "kernels/exchange_params.h"
 #include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
@@ -91,6 +92,9 @@ SLUICE_PLAIN_PARAMS(TakeBackResidencyParams, 296);
 SLUICE_PLAIN_PARAMS(RouteParams, 88);
 SLUICE_PLAIN_PARAMS(ExpertLinearParams, 88);
 SLUICE_PLAIN_PARAMS(CombineParams, 48);
+SLUICE_PLAIN_PARAMS(PackRowsParams, 80);
+SLUICE_PLAIN_PARAMS(UnpackRowsParams, 96);
+SLUICE_PLAIN_PARAMS(AddPartsParams, 40);
 SLUICE_PLAIN_PARAMS(SettleDraftsParams, 88);
 SLUICE_PLAIN_PARAMS(NewestListsParams, 56);
 

@@ -31,6 +31,11 @@ void UpdateResidency(const UpdateResidencyParams& p, Worker worker);
 void TakeBackResidency(const TakeBackResidencyParams& p, Worker worker);
 void Route(const RouteParams& p, Worker worker);
 void RoutePairs(const RouteParams& p, Worker worker);
+void PackPlaces(const PackRowsParams& p, Worker worker);
+void PackRows(const PackRowsParams& p, Worker worker);
+void UnpackRows(const UnpackRowsParams& p, Worker worker);
+void UnpackPairs(const UnpackRowsParams& p, Worker worker);
+void AddParts(const AddPartsParams& p, Worker worker);
 void SettleDrafts(const SettleDraftsParams& p, Worker worker);
 void NewestLists(const NewestListsParams& p, Worker worker);
 

@@ -201,6 +201,11 @@ const KernelTable& Avx2Table() {
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<FloatTiles<Avx2>>,
       .combine = Combine<Avx2>,
+      .pack_places = PackPlaces,
+      .pack_rows = PackRows,
+      .unpack_rows = UnpackRows,
+      .unpack_pairs = UnpackPairs,
+      .add_parts = AddParts,
       .settle_drafts = SettleDrafts,
       .newest_lists = NewestLists,
   };

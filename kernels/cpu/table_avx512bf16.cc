@@ -91,6 +91,11 @@ const KernelTable& Avx512Bf16Table() {
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<Bf16Tiles>,
       .combine = Combine<Avx512>,
+      .pack_places = PackPlaces,
+      .pack_rows = PackRows,
+      .unpack_rows = UnpackRows,
+      .unpack_pairs = UnpackPairs,
+      .add_parts = AddParts,
       .settle_drafts = SettleDrafts,
       .newest_lists = NewestLists,
   };

@@ -154,6 +154,11 @@ const KernelTable& PortableTable() {
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<FloatTiles<Portable>>,
       .combine = Combine<Portable>,
+      .pack_places = PackPlaces,
+      .pack_rows = PackRows,
+      .unpack_rows = UnpackRows,
+      .unpack_pairs = UnpackPairs,
+      .add_parts = AddParts,
       .settle_drafts = SettleDrafts,
       .newest_lists = NewestLists,
   };

@@ -67,6 +67,11 @@ const KernelTable& Table() {
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear,
       .combine = Combine,
+      .pack_places = PackPlaces,
+      .pack_rows = PackRows,
+      .unpack_rows = UnpackRows,
+      .unpack_pairs = UnpackPairs,
+      .add_parts = AddParts,
       .settle_drafts = cpu::SettleDrafts,
       .newest_lists = cpu::NewestLists,
   };

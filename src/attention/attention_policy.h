@@ -76,8 +76,10 @@ class AttentionPolicy : public SequencePlacement, public PolicyStatisticsSource 
   // calls it after the step's last operator.
   virtual void EndStep(Stream& /*stream*/) {}
 
-  // The branch of a step's stream that belongs to the model; the other branches are the policy's.
+  // The branches of a step's stream that belong to the model; the others are the policy's. Only
+  // models with latent caches have the second.
   static constexpr int kAheadBranch = 0;
+  static constexpr int kExchangeBranch = 4;
 };
 
 // Returns OK if `policy` offers the form of attention that caches of this layout need, and

@@ -90,8 +90,9 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
     policy_->kv_attention()->Attend(stream, layer, params);
   }
-  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override {
-    policy_->latent_attention()->AppendLatent(stream, layer, params);
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                    int32_t first_row) override {
+    policy_->latent_attention()->AppendLatent(stream, layer, params, first_row);
   }
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
     policy_->latent_attention()->AppendIndex(stream, layer, params);

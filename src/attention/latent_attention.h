@@ -3,6 +3,9 @@
 //
 // A model calls it while it enqueues a step, under the rules of kv_attention.h: on the thread that
 // enqueues steps, and only to enqueue work, which may be recorded and run in many steps.
+//
+// A step of decode rows may come in parts, each of some of its rows, in order of rows. Then a
+// layer's calls come for one part after the other, on one stream.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +21,9 @@ class LatentAttention {
   virtual ~LatentAttention() = default;
 
   // Enqueues the entries of the rows into the caches. `params` is complete but for its cache and
-  // `written`.
-  virtual void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) = 0;
+  // `written`. Its rows are those of the step from `first_row` on.
+  virtual void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                            int32_t first_row) = 0;
 
   // Enqueues the index keys of the rows into the caches, after AppendLatent. `params` is complete
   // but for its cache and `written`. Not called where the model has no indexer.
@@ -39,8 +43,14 @@ class LatentAttention {
     const int32_t* positions = nullptr;
     int32_t rows = 0;
     int32_t decode_rows = 0;
+    // The call is for `rows` rows from first_row on, of a step of step_rows (0: as many as `rows`).
+    // All arrays have the step's rows, from its first one on.
+    int32_t first_row = 0;
+    int32_t step_rows = 0;
     int32_t heads = 0;
     float scale = 0;
+    bool part() const { return rows < step_rows; }
+    bool last_part() const { return first_row + rows >= step_rows; }
     void* out = nullptr;  // [rows][heads][rank] of out_type
     kernels::DType out_type = kernels::DType::kFloat32;
   };

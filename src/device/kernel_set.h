@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "kernels/bring_params.h"
 #include "kernels/draft_params.h"
+#include "kernels/exchange_params.h"
 #include "kernels/fluxion_params.h"
 #include "kernels/hash_params.h"
 #include "kernels/latent_params.h"
@@ -154,6 +155,11 @@ class KernelSet {
   virtual void Route(Stream& stream, const kernels::RouteParams& params) = 0;
   virtual void ExpertLinear(Stream& stream, const kernels::ExpertLinearParams& params) = 0;
   virtual void Combine(Stream& stream, const kernels::CombineParams& params) = 0;
+
+  // Rows to the experts of other ranks and back (kernels/exchange_params.h).
+  virtual void PackRows(Stream& stream, const kernels::PackRowsParams& params) = 0;
+  virtual void UnpackRows(Stream& stream, const kernels::UnpackRowsParams& params) = 0;
+  virtual void AddParts(Stream& stream, const kernels::AddPartsParams& params) = 0;
 
   // Speculation on the device (kernels/draft_params.h).
   virtual void SettleDrafts(Stream& stream, const kernels::SettleDraftsParams& params) = 0;

@@ -28,6 +28,7 @@ absl::StatusOr<std::unique_ptr<BatchState>> BatchState::Create(const Options& op
         int64_t{options.slots} * options.max_context));
   }
   std::unique_ptr<BatchState> state(new BatchState(options, device, model));
+  SLUICE_CHECK(options.ranks == nullptr || options.draft_tokens == 0, "ranks make no drafts");
   SLUICE_RETURN_IF_ERROR(state->AllocateAll());
   if (options.device_drafts && options.draft_tokens > 0) {
     SLUICE_ASSIGN_OR_RETURN(state->device_drafts_,
@@ -41,6 +42,8 @@ absl::StatusOr<std::unique_ptr<BatchState>> BatchState::Create(const Options& op
 BatchState::BatchState(const Options& options, Device* device, const Model& model)
     : device_(device),
       log_(options.log),
+      ranks_(options.ranks),
+      halves_from_(options.ranks != nullptr ? options.halves_from : 0),
       slots_(options.slots),
       max_context_(options.max_context),
       draft_tokens_(options.draft_tokens),
@@ -78,12 +81,17 @@ absl::Status BatchState::AllocateAll() {
   const int64_t input_bytes = InputBytes({max_rows_, 0, max_samples_});
   SLUICE_RETURN_IF_ERROR(Allocate(&inputs_, MemoryKind::kDevice, input_bytes, "step inputs"));
   SLUICE_RETURN_IF_ERROR(Allocate(&results_, MemoryKind::kDevice, result_bytes(), "step results"));
+  const int64_t all_results = result_bytes() * (ranks_ != nullptr ? ranks_->group().size() : 1);
+  if (ranks_ != nullptr) {
+    SLUICE_RETURN_IF_ERROR(
+        Allocate(&all_results_, MemoryKind::kDevice, all_results, "all ranks' results"));
+  }
   for (int i = 0; i < kDepth; ++i) {
     const auto b = static_cast<size_t>(i);
     SLUICE_RETURN_IF_ERROR(
         Allocate(&host_inputs_[b], MemoryKind::kPinned, input_bytes, "step inputs"));
     SLUICE_RETURN_IF_ERROR(
-        Allocate(&host_results_[b], MemoryKind::kPinned, result_bytes(), "step results"));
+        Allocate(&host_results_[b], MemoryKind::kPinned, all_results, "step results"));
   }
   SLUICE_RETURN_IF_ERROR(
       Allocate(&logits_, MemoryKind::kDevice, int64_t{max_samples_} * vocab_ * 4, "logits"));
@@ -91,13 +99,16 @@ absl::Status BatchState::AllocateAll() {
                   device_->kernels().SampleScratchBytes(vocab_), "sampling scratch");
 }
 
-BatchState::Results BatchState::ResultsAt(const Buffer& buffer) const {
+BatchState::Results BatchState::ResultsAt(const Buffer& buffer, int rank) const {
   Results r{};
-  r.tokens = buffer.as<int32_t>();
-  r.logprobs = buffer.as<float>() + max_samples_;
-  r.top_ids = buffer.as<int32_t>() + 2 * int64_t{max_samples_};
-  r.top_logprobs = buffer.as<float>() + int64_t{max_samples_} * (2 + kMaxTopLogprobs);
-  r.drafts = buffer.as<int32_t>() + int64_t{max_samples_} * (2 + 2 * kMaxTopLogprobs);
+  uint8_t* const first = buffer.as<uint8_t>() + rank * result_bytes();
+  auto* const ids = reinterpret_cast<int32_t*>(first);
+  auto* const values = reinterpret_cast<float*>(first);
+  r.tokens = ids;
+  r.logprobs = values + max_samples_;
+  r.top_ids = ids + 2 * int64_t{max_samples_};
+  r.top_logprobs = values + int64_t{max_samples_} * (2 + kMaxTopLogprobs);
+  r.drafts = ids + int64_t{max_samples_} * (2 + 2 * kMaxTopLogprobs);
   return r;
 }
 
@@ -173,7 +184,7 @@ absl::Status BatchState::RecordPrograms(Stream& stream, Model& model, AttentionP
   for (int32_t rows = 1; rows <= max_samples_; ++rows) {
     const int32_t bucket = BucketOf(rows);
     if (bucket == 0 || (!programs_.empty() && programs_.back().shape.rows == bucket)) continue;
-    const Shape shape{bucket, bucket, std::min(bucket, max_samples_)};
+    const Shape shape{bucket, bucket, std::min(bucket, max_samples_), 0, Halves(bucket)};
     StepProgram program;
     program.shape = shape;
     SLUICE_ASSIGN_OR_RETURN(program.forward, RecordForward(stream, shape, model, policy));
@@ -211,14 +222,20 @@ void BatchState::RecordAgain(Stream& stream, StepProgram& program, Model& model,
        {"elapsed_seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
 }
 
-BatchState::StepProgram* BatchState::ProgramFor(const StepPlan& plan) {
+BatchState::StepProgram* BatchState::ProgramFor(const StepPlan& plan, int32_t rows) {
   if (plan.decode_rows < plan.row_count) return nullptr;
   // Several handed-over first tokens of a sequence are as many decode rows, which may be more than
   // any program has.
   const auto program = std::find_if(
       programs_.begin(), programs_.end(),
-      [bucket = BucketOf(plan.row_count)](const StepProgram& p) { return p.shape.rows == bucket; });
+      [bucket = BucketOf(rows)](const StepProgram& p) { return p.shape.rows == bucket; });
   return program == programs_.end() ? nullptr : &*program;
+}
+
+BatchState::Shape BatchState::ShapeOf(const StepPlan& own, int32_t most_rows, bool halves) const {
+  // A rank without rows takes part with a padded one.
+  if (own.row_count == 0) return {1, 1, 0, most_rows, halves};
+  return {own.row_count, own.decode_rows, own.sample_count, most_rows, halves};
 }
 
 void BatchState::Forward(Stream& stream, const Shape& shape, Model& model,
@@ -236,6 +253,8 @@ void BatchState::Forward(Stream& stream, const Shape& shape, Model& model,
   step.logit_rows = in.logit_rows;
   step.logit_count = shape.samples;
   step.logits = logits_.as<float>();
+  step.most_rows = shape.most_rows;
+  step.halves = shape.halves;
   model.Forward(stream, step, policy);
 }
 
@@ -260,7 +279,10 @@ void BatchState::Sample(Stream& stream, const Shape& shape) const {
   choose.rows = shape.samples;
   choose.vocab = vocab_;
   choose.stores = draft_tokens_ > 0 ? in.stores : nullptr;
-  device_->kernels().Sample(stream, choose);
+  if (shape.samples > 0) device_->kernels().Sample(stream, choose);
+  if (ranks_ == nullptr) return;
+  ranks_->group().AllGather(stream, results_.data(), all_results_.data(),
+                            static_cast<size_t>(result_bytes()));
 }
 
 void BatchState::Draft(Stream& stream, const Shape& shape, Model& model) const {
@@ -295,19 +317,22 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
   const auto b = static_cast<size_t>(buffer);
   Marks& marks = marks_[b];
   const bool timed = std::exchange(marks.timed, false);
-  StepProgram* const program = ProgramFor(plan);
-  const Shape shape = program != nullptr
-                          ? program->shape
-                          : Shape{plan.row_count, plan.decode_rows, plan.sample_count};
+  const RankRows::Part* const part = ranks_ != nullptr ? &ranks_->Divide(plan) : nullptr;
+  const StepPlan& own = part != nullptr ? part->plan : plan;
+  const int32_t most_rows = part != nullptr ? part->most_rows : plan.row_count;
+  if (part != nullptr) ranks_->FindSamples(plan, &places_[b]);
+  StepProgram* const program = ProgramFor(plan, most_rows);
+  const bool halves = plan.decode_rows == plan.row_count && Halves(most_rows);
+  const Shape shape = program != nullptr ? program->shape : ShapeOf(own, most_rows, halves);
   if (policy.WantsRecording(shape.decode_rows) && program != nullptr) {
     RecordAgain(stream, *program, model, policy);
   }
-  FillInputs(buffer, plan, shape);
-  if (draft_tokens_ > 0) FillDraftInputs(buffer, plan, shape, tokens);
+  FillInputs(buffer, own, shape);
+  if (draft_tokens_ > 0) FillDraftInputs(buffer, own, shape, tokens);
   const Inputs rows = InputsAt(host_inputs_[b], shape);
   // Before the copy: a kernel may read tables before the kernels ahead of it in the stream have
   // ended (kernels/cuda/common/launch.cuh), but never before a copy ahead of it has.
-  const auto row_count = static_cast<size_t>(plan.row_count);
+  const auto row_count = static_cast<size_t>(own.row_count);
   policy.BeginStep(stream, {rows.slots, row_count}, {rows.positions, row_count});
   stream.Copy(inputs_.data(), host_inputs_[b].data(), static_cast<size_t>(InputBytes(shape)));
   if (timed) stream.Record(*marks.rows_in);
@@ -335,13 +360,21 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
   draft_stride_[b] = shape.samples;
   if (timed) stream.Record(*marks.sampled);
   if (plan.sample_count > 0) {
-    stream.Copy(host_results_[b].data(), results_.data(), static_cast<size_t>(result_bytes()));
+    stream.Copy(host_results_[b].data(), (ranks_ != nullptr ? all_results_ : results_).data(),
+                host_results_[b].bytes());
   }
   stream.Record(*marks.end);
 }
 
 OutputToken BatchState::Result(int buffer, int index, std::optional<uint32_t> logprobs) const {
-  const Results results = ResultsAt(host_results_[static_cast<size_t>(buffer)]);
+  const auto b = static_cast<size_t>(buffer);
+  int rank = 0;
+  if (ranks_ != nullptr) {
+    const RankRows::Place place = places_[b].at(static_cast<size_t>(index));
+    rank = place.rank;
+    index = place.index;
+  }
+  const Results results = ResultsAt(host_results_[b], rank);
   OutputToken token;
   token.id = results.tokens[index];
   if (!logprobs.has_value()) return token;

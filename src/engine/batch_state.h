@@ -24,6 +24,7 @@
 #include "absl/types/span.h"
 #include "src/device/device.h"
 #include "src/engine/device_drafts.h"
+#include "src/engine/rank_rows.h"
 #include "src/model/model.h"
 #include "src/request/token.h"
 #include "src/sampling/sampling_params.h"
@@ -45,6 +46,12 @@ class BatchState {
     // Whether the model's draft layer makes them, behind the sampling of every step.
     bool device_drafts = false;
     BatchLog* log = nullptr;  // told of every Join and Launch before it is enqueued; may be null
+    // Not null: each rank runs the rows of its own sequences, and has the results of all. Plans,
+    // and the numbers of their samples, are those of all ranks. It outlives the batch.
+    RankRows* ranks = nullptr;
+    // With `ranks`: a step of decode rows, of which some rank has so many, runs as two halves
+    // (StepInputs::halves); 0: none does.
+    int halves_from = 0;
   };
   static absl::StatusOr<std::unique_ptr<BatchState>> Create(const Options& options, Device* device,
                                                             const Model& model);
@@ -122,6 +129,8 @@ class BatchState {
     int32_t rows = 0;
     int32_t decode_rows = 0;
     int32_t samples = 0;
+    int32_t most_rows = 0;  // StepInputs::most_rows
+    bool halves = false;    // StepInputs::halves
   };
   // A recorded step of decode rows. It has two parts, so that the time of each is known. The second
   // one has the drafts of the device too.
@@ -133,8 +142,12 @@ class BatchState {
   BatchState(const Options& options, Device* device, const Model& model);
   // Returns the rows to which a step of `rows` decode rows is padded; 0: it is not padded.
   int32_t BucketOf(int32_t rows) const;
-  // Returns the program that serves a plan, or null.
-  StepProgram* ProgramFor(const StepPlan& plan);
+  // Returns the program that serves a plan, of which a rank has `rows` rows at most, or null.
+  StepProgram* ProgramFor(const StepPlan& plan, int32_t rows);
+  // Returns the size of a step that no program serves.
+  Shape ShapeOf(const StepPlan& own, int32_t most_rows, bool halves) const;
+  // Returns whether a step runs as two halves whose decode rows are all its rows.
+  bool Halves(int32_t most_rows) const { return halves_from_ > 0 && most_rows >= halves_from_; }
   absl::StatusOr<std::unique_ptr<Program>> RecordForward(Stream& stream, const Shape& shape,
                                                          Model& model, AttentionPolicy& policy);
   // Records a size of step again for which the policy now enqueues something else. A program that
@@ -181,7 +194,8 @@ class BatchState {
     float* top_logprobs;  // [max_samples][kMaxTopLogprobs]
     int32_t* drafts;      // [draft_tokens][samples of the step], where the device drafts
   };
-  Results ResultsAt(const Buffer& buffer) const;
+  // `rank`: whose results, in a buffer that has those of all.
+  Results ResultsAt(const Buffer& buffer, int rank = 0) const;
   int64_t result_bytes() const {
     const int64_t drafts = has_device_drafts_ ? draft_tokens_ : 0;
     return int64_t{max_samples_} * (2 + 2 * kernels::kMaxTopLogprobs + drafts) * 4;
@@ -199,6 +213,8 @@ class BatchState {
 
   Device* const device_;
   BatchLog* const log_;
+  RankRows* const ranks_;  // null: this rank runs all rows
+  const int halves_from_;
   const int slots_;
   const int max_context_;
   const int draft_tokens_;
@@ -210,8 +226,10 @@ class BatchState {
   Buffer inputs_;                            // device
   std::array<Buffer, kDepth> host_inputs_;   // pinned
   Buffer results_;                           // device
-  std::array<Buffer, kDepth> host_results_;  // pinned
-  Buffer logits_;                            // float32 [max_samples][vocab]
+  Buffer all_results_;                       // [ranks] of all ranks, device; only with ranks_
+  std::array<Buffer, kDepth> host_results_;  // pinned: results_, or all_results_
+  std::array<std::vector<RankRows::Place>, kDepth> places_;  // of samples; only with ranks_
+  Buffer logits_;                                            // float32 [max_samples][vocab]
   Buffer sample_scratch_;
   // Events at the points of a step on its stream.
   struct Marks {

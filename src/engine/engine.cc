@@ -71,6 +71,7 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
         "keep", absl::StrCat("at most ", absl::FormatDuration(parts_.transfers->max_lease()),
                              " (lease_seconds), found ", absl::FormatDuration(request.keep)));
   }
+  if (parts_.rank_rows != nullptr) SLUICE_RETURN_IF_ERROR(CheckShared(request));
   if (!request.handoff.empty()) return absl::OkStatus();
   if (request.prompt.empty()) {
     return InvalidField("prompt_token_ids", "must not be empty where nothing is handed over");
@@ -88,6 +89,20 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
         reasons::kNoHandoff);
   }
   return CheckPromptFits(request, request.prompt.size());
+}
+
+absl::Status EngineImpl::CheckShared(const Request& request) {
+  if (!request.handoff.empty()) {
+    return InvalidField("handoff",
+                        "this node's experts are divided among ranks, which take no caches over: "
+                        "send the prompt alone");
+  }
+  if (request.keep > absl::ZeroDuration()) {
+    return InvalidField("keep",
+                        "this node's experts are divided among ranks, which keep no caches: leave "
+                        "it out");
+  }
+  return absl::OkStatus();
 }
 
 bool EngineImpl::ComputesPromptOf(const Request& request) const {
@@ -286,7 +301,8 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const Options& options, c
       std::unique_ptr<BatchState> batch,
       BatchState::Create(
           {static_cast<int>(options.max_sequences), static_cast<int>(options.max_context), drafts,
-           parts.drafter != nullptr && parts.drafter->on_device(), parts.batch_log},
+           parts.drafter != nullptr && parts.drafter->on_device(), parts.batch_log, parts.rank_rows,
+           options.halves_from},
           parts.device, *parts.model));
   std::unique_ptr<Stream> stream = parts.device->NewStream(Device::StreamKind::kCompute);
   SLUICE_RETURN_IF_ERROR(batch->RecordPrograms(*stream, *parts.model, *parts.policy));

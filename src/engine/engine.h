@@ -29,6 +29,7 @@ class Drafter;
 class FinishRate;
 class Metrics;
 class Model;
+class RankRows;
 class Readiness;
 class TokenBytes;
 class TransferTable;
@@ -86,6 +87,7 @@ class Engine : public Generator {
     uint64_t seed = 0;
     // Maximum drafts of a sequence in a step, where there is a drafter.
     uint32_t draft_tokens = 0;
+    int halves_from = 0;  // BatchState::Options::halves_from
     absl::Duration transfer_wait = absl::Seconds(60);
     absl::Duration slow_reader_timeout = absl::Seconds(30);
   };
@@ -104,6 +106,7 @@ class Engine : public Generator {
     TurnTrace* trace = nullptr;         // notified of every phase; may be null
     Drafter* drafter = nullptr;         // null: no speculation
     BatchLog* batch_log = nullptr;  // told what joins the batch and which steps run; may be null
+    RankRows* rank_rows = nullptr;  // not null: each rank has sequences of its own
   };
   // Returns INVALID_ARGUMENT if there is a drafter and the policy cannot verify drafts.
   // REQUIRES: the model's steps have max_sequences * (1 + draft_tokens) rows and logits at least.

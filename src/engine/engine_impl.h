@@ -69,6 +69,8 @@ class EngineImpl : public Engine {
   };
 
   absl::Status CheckRequest(const Request& request) const;
+  // Checks that the request needs nothing that ranks of experts do not share (rank_leader.h).
+  static absl::Status CheckShared(const Request& request);
   // Returns the maximum output tokens after a prompt that this node computes itself.
   int64_t LocalMaxTokens(int64_t prompt) const;
   // Checks max_tokens and min_tokens against `most`, the maximum that `why` explains.

@@ -20,7 +20,10 @@ absl::StatusOr<std::unique_ptr<RankFollower>> RankFollower::Create(const Options
                                                                    const Parts& parts) {
   SLUICE_RETURN_IF_ERROR(CheckAttends(*parts.policy, parts.model->cache_layout()));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<BatchState> batch,
-                          BatchState::Create({options.slots, options.max_context, 0, false},
+                          BatchState::Create({.slots = options.slots,
+                                              .max_context = options.max_context,
+                                              .ranks = parts.rows,
+                                              .halves_from = options.halves_from},
                                              parts.device, *parts.model));
   std::unique_ptr<Stream> stream = parts.device->NewStream(Device::StreamKind::kCompute);
   SLUICE_RETURN_IF_ERROR(batch->RecordPrograms(*stream, *parts.model, *parts.policy));
@@ -79,6 +82,8 @@ absl::Status RankFollower::FinishAll() {
 }
 
 absl::Status RankFollower::Admit(int slot, RankAdmission admission) {
+  if (parts_.rows != nullptr) parts_.rows->Give(slot, admission.owner);
+  if (Elsewhere(slot)) return absl::OkStatus();
   std::unique_ptr<SequenceCache> home;
   if (admission.has_home) home = SequenceCache::OfRankZero(parts_.dram, std::move(admission.home));
   if (!parts_.policy->Admit(slot, admission.context, admission.total,
@@ -90,11 +95,12 @@ absl::Status RankFollower::Admit(int slot, RankAdmission admission) {
 }
 
 absl::Status RankFollower::BeginPrompt(int slot, int64_t tokens, int64_t cached) {
-  parts_.policy->BeginPrompt(slot, tokens, cached);
+  if (!Elsewhere(slot)) parts_.policy->BeginPrompt(slot, tokens, cached);
   return absl::OkStatus();
 }
 
 absl::Status RankFollower::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   SLUICE_RETURN_IF_ERROR(FinishAll());
   hints = HintsOf(hints, part_);
   parts_.policy->EndPrompt(slot, tokens, std::move(hints));
@@ -102,6 +108,7 @@ absl::Status RankFollower::EndPrompt(int slot, int64_t tokens, SelectionHints hi
 }
 
 absl::Status RankFollower::Warm(int slot) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   while (!parts_.policy->Warm(slot)) {
     parts_.policy->WarmEvent(slot).Wait();
     SLUICE_RETURN_IF_ERROR(parts_.device->Health());
@@ -110,6 +117,7 @@ absl::Status RankFollower::Warm(int slot) {
 }
 
 absl::Status RankFollower::Grow(int slot, int64_t tokens) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   return parts_.policy->Grow(slot, tokens) ? absl::OkStatus() : Differs("grown", slot);
 }
 
@@ -121,6 +129,7 @@ absl::Status RankFollower::Rest(int slot) {
 }
 
 absl::Status RankFollower::Release(int slot) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   SLUICE_RETURN_IF_ERROR(Rest(slot));
   parts_.policy->Release(slot);
   held_[static_cast<size_t>(slot)] = false;
@@ -153,6 +162,7 @@ absl::Status RankFollower::Detach(int slot) {
 }
 
 absl::Status RankFollower::Join(int slot, const BatchState::Joining& joining) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   batch_->Join(*stream_, slot, joining);
   return absl::OkStatus();
 }
@@ -160,7 +170,7 @@ absl::Status RankFollower::Join(int slot, const BatchState::Joining& joining) {
 absl::Status RankFollower::Step(int buffer, const StepPlan& plan) {
   SLUICE_RETURN_IF_ERROR(Finish(buffer));
   for (const PlanRow& row : plan.rows) {
-    members_[static_cast<size_t>(buffer)].push_back(row.slot);
+    if (!Elsewhere(row.slot)) members_[static_cast<size_t>(buffer)].push_back(row.slot);
   }
   batch_->Launch(*stream_, buffer, plan, *parts_.model, *parts_.policy);
   return absl::OkStatus();

@@ -23,7 +23,8 @@ class RankFollower final : private RankOrders {
   struct Options {
     int slots = 0;
     int max_context = 0;
-    HintPart part;  // the heads of hints that are this rank's
+    HintPart part;        // the heads of hints that are this rank's
+    int halves_from = 0;  // BatchState::Options::halves_from
   };
   // All of them outlive the follower.
   struct Parts {
@@ -34,6 +35,8 @@ class RankFollower final : private RankOrders {
     RankGroup* ranks = nullptr;
     // The pool where host caches are, which follows rank 0's. Null: there are none.
     PagePool* dram = nullptr;
+    // Not null: each rank has sequences of its own, and does what is said of those alone.
+    RankRows* rows = nullptr;
   };
   // Records the steps' programs, as Engine::Create does on the leader at the same time.
   static absl::StatusOr<std::unique_ptr<RankFollower>> Create(const Options& options,
@@ -60,6 +63,8 @@ class RankFollower final : private RankOrders {
   absl::Status Join(int slot, const BatchState::Joining& joining) override;
   absl::Status Step(int buffer, const StepPlan& plan) override;
 
+  // Returns whether another rank has the slot's sequence.
+  bool Elsewhere(int slot) const { return parts_.rows != nullptr && !parts_.rows->Owns(slot); }
   absl::Status RunOrders();
   // Waits until a step is done, and checks what its sequences were given.
   absl::Status Finish(int buffer);

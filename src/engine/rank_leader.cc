@@ -7,11 +7,11 @@
 namespace sluice {
 
 RankLeader::RankLeader(AttentionPolicy* policy, RankChannel* channel, RankGroup* ranks, int slots,
-                       HintPart part)
+                       RankDivision division)
     : ForwardingPolicy(policy),
       channel_(channel),
       ranks_(ranks),
-      part_(part),
+      division_(std::move(division)),
       warm_(static_cast<size_t>(slots), false),
       cold_(static_cast<size_t>(slots), false) {}
 
@@ -45,9 +45,11 @@ absl::Status RankLeader::AwaitFreePages() {
 
 bool RankLeader::Admit(int slot, int64_t context, int64_t total, Promise promise,
                        std::unique_ptr<SequenceCache>& home) {
-  if (!ForwardingPolicy::Admit(slot, context, total, promise, home)) return false;
-  RankAdmission admission{context, total, promise == Promise::kFirm, false, {}};
-  if (const SequenceCache* const cache = HostCache(slot); cache != nullptr) {
+  RankAdmission admission{context, total, promise == Promise::kFirm, 0, false, {}};
+  admission.owner = Place(slot, context, total, promise, home);
+  if (admission.owner < 0) return false;
+  if (const SequenceCache* const cache = Elsewhere(slot) ? nullptr : HostCache(slot);
+      division_.rows == nullptr && cache != nullptr) {
     admission.has_home = true;
     admission.home = cache->Describe();
   }
@@ -56,22 +58,42 @@ bool RankLeader::Admit(int slot, int64_t context, int64_t total, Promise promise
   return true;
 }
 
+int RankLeader::Place(int slot, int64_t context, int64_t total, Promise promise,
+                      std::unique_ptr<SequenceCache>& home) {
+  if (division_.rows == nullptr) {
+    return ForwardingPolicy::Admit(slot, context, total, promise, home) ? 0 : -1;
+  }
+  SLUICE_CHECK(context == 0 && home == nullptr, "ranks of experts compute their prompts");
+  const Footprint takes = FootprintOf(0, total);
+  for (const int rank : division_.ledger->RanksFor(takes)) {
+    if (rank == 0 && !ForwardingPolicy::Admit(slot, 0, total, promise, home)) continue;
+    division_.ledger->Admit(slot, rank, takes, total);
+    division_.rows->Give(slot, rank);
+    return rank;
+  }
+  return -1;
+}
+
+SequencePlacement::Headroom RankLeader::HeadroomNow() const {
+  return division_.rows != nullptr ? division_.ledger->Headroom() : ForwardingPolicy::HeadroomNow();
+}
+
 void RankLeader::BeginPrompt(int slot, int64_t tokens, int64_t cached) {
   Next().BeginPrompt(slot, tokens, cached);
-  ForwardingPolicy::BeginPrompt(slot, tokens, cached);
+  if (!Elsewhere(slot)) ForwardingPolicy::BeginPrompt(slot, tokens, cached);
 }
 
 void RankLeader::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   Next().EndPrompt(slot, tokens, hints);
-  hints = HintsOf(hints, part_);
-  ForwardingPolicy::EndPrompt(slot, tokens, std::move(hints));
+  hints = HintsOf(hints, division_.part);
+  if (!Elsewhere(slot)) ForwardingPolicy::EndPrompt(slot, tokens, std::move(hints));
   cold_[static_cast<size_t>(slot)] = true;
 }
 
 bool RankLeader::Warm(int slot) {
   const auto s = static_cast<size_t>(slot);
-  if (!cold_[s]) {
-    if (!ForwardingPolicy::Warm(slot)) return false;
+  if (Elsewhere(slot) || !cold_[s]) {
+    if (!Elsewhere(slot) && !ForwardingPolicy::Warm(slot)) return false;
     warm_[s] = true;
     return true;
   }
@@ -88,13 +110,17 @@ bool RankLeader::Warm(int slot) {
 }
 
 bool RankLeader::Grow(int slot, int64_t tokens) {
-  if (!ForwardingPolicy::Grow(slot, tokens)) return false;
+  if (!Elsewhere(slot) && !ForwardingPolicy::Grow(slot, tokens)) return false;
   Next().Grow(slot, tokens);
   return true;
 }
 
 void RankLeader::Release(int slot) {
   Next().Release(slot);
+  if (division_.rows != nullptr) {
+    if (!Elsewhere(slot)) ForwardingPolicy::Release(slot);
+    return division_.ledger->Release(slot);
+  }
   if (HostCache(slot) == nullptr) return ForwardingPolicy::Release(slot);
   {
     absl::MutexLock lock(&frees_mutex_);
@@ -104,6 +130,15 @@ void RankLeader::Release(int slot) {
   Send();
 }
 
+absl::Status RankLeader::SlotHealth(int slot) const {
+  // Another rank checks its own, and ends the group.
+  return Elsewhere(slot) ? absl::OkStatus() : ForwardingPolicy::SlotHealth(slot);
+}
+
+SequenceCache* RankLeader::HostCacheOfPrompt(int slot) {
+  return Elsewhere(slot) ? nullptr : ForwardingPolicy::HostCacheOfPrompt(slot);
+}
+
 bool RankLeader::MakeFirm(int slot) {
   if (!ForwardingPolicy::MakeFirm(slot)) return false;
   Next().MakeFirm(slot);
@@ -111,7 +146,8 @@ bool RankLeader::MakeFirm(int slot) {
 }
 
 bool RankLeader::ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) {
-  RankPlanWriter order;  // the prefix's pages, before the policy has them
+  if (division_.rows != nullptr) return false;  // ranks of experts keep nothing
+  RankPlanWriter order;                         // the prefix's pages, before the policy has them
   order.ReserveHostCopy(slot, tokens, prefix);
   if (!ForwardingPolicy::ReserveHostCopy(slot, tokens, std::move(prefix))) return false;
   Next().Append(order);

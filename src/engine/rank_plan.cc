@@ -86,6 +86,7 @@ absl::Status RankPlanReader::DoAdmit(int slot) {
   admission.context = Get<int64_t>();
   admission.total = Get<int64_t>();
   admission.firm = Get<bool>();
+  admission.owner = Get<int32_t>();
   admission.has_home = Get<bool>();
   if (admission.has_home) {
     admission.home.shared_tokens = Get<int64_t>();
@@ -207,6 +208,7 @@ void RankPlanWriter::Admit(int slot, const RankAdmission& admission) {
   Put(admission.context);
   Put(admission.total);
   Put(admission.firm);
+  Put(int32_t{admission.owner});
   Put(admission.has_home);
   if (!admission.has_home) return;
   Put(admission.home.shared_tokens);

@@ -48,6 +48,7 @@ struct RankAdmission {
   int64_t context = 0;
   int64_t total = 0;
   bool firm = true;
+  int owner = 0;  // the rank that has the sequence, where each has its own
   bool has_home = false;
   HomePages home;  // the host cache, if there is one
 };

@@ -14,7 +14,8 @@ DecoderModel::DecoderModel(const Options& options, const ModelConfig& config, Ca
                            int rope_dim, std::string fingerprint,
                            std::unique_ptr<WeightSource> source, Device* device)
     : whole_(config),
-      shard_(*ShardOf(config, options.tensor_rank, options.tensor_parallel)),
+      shard_(*ShardOf(config, options.expert_parallel > 1 ? 0 : options.rank,
+                      options.tensor_parallel)),
       config_(PartOf(config, shard_)),
       max_context_(options.max_context > 0 ? options.max_context : config.max_position_embeddings),
       max_rows_(options.max_rows),
@@ -30,7 +31,8 @@ DecoderModel::DecoderModel(const Options& options, const ModelConfig& config, Ca
       workspace_(device),
       ranks_(options.ranks) {
   SLUICE_CHECK(ranks_ == nullptr ||
-               (ranks_->size() == shard_.size && ranks_->rank() == shard_.rank));
+               (ranks_->size() == std::max(shard_.size, options.expert_parallel) &&
+                ranks_->rank() == options.rank));
 }
 
 int DecoderModel::widest_ffn() const {

@@ -29,9 +29,9 @@ class DenseModel : public DecoderModel {
   DenseModel(const Options& options, const ModelConfig& config, std::string fingerprint,
              std::unique_ptr<WeightSource> source, Device* device)
       : DecoderModel(options, config,
-                     DenseCacheLayout(PartOf(config, *ShardOf(config, options.tensor_rank,
-                                                              options.tensor_parallel)),
-                                      options.kv_dtype, options.block_tokens),
+                     DenseCacheLayout(
+                         PartOf(config, *ShardOf(config, options.rank, options.tensor_parallel)),
+                         options.kv_dtype, options.block_tokens),
                      config.head_dim, std::move(fingerprint), std::move(source), device),
         keeps_drift_(options.look_ahead) {}
 

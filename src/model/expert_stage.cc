@@ -1,5 +1,6 @@
 #include "src/model/expert_stage.h"
 
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -8,8 +9,21 @@
 
 namespace sluice {
 
-ExpertStage::ExpertStage(const ModelConfig& config, const LayerOperators& ops)
-    : config_(config), experts_(config.latent->experts), ops_(ops) {}
+ExpertStage::ExpertStage(const ModelConfig& config, const Model::Options& options,
+                         const LayerOperators& ops)
+    : config_(config),
+      experts_(config.latent->experts),
+      shard_(*ExpertShardOf(config, options.expert_parallel > 1 ? options.rank : 0,
+                            options.expert_parallel)),
+      ops_(ops) {
+  if (shard_.whole()) return;
+  const RowExchange::Options exchange{
+      config.hidden_size, experts_.per_token, shard_.size, shard_.experts.count,
+      options.fp8_dispatch ? DType::kFloat8E4M3 : ops.activation_type()};
+  for (size_t half = 0; half < (options.halves ? 2 : 1); ++half) {
+    exchanges_[half] = std::make_unique<RowExchange>(exchange, options.ranks, ops);
+  }
+}
 
 absl::StatusOr<ExpertWeights> ExpertStage::Load(WeightLoader& loader, int layer) const {
   const int hidden = config_.hidden_size, inner = experts_.intermediate;
@@ -20,8 +34,8 @@ absl::StatusOr<ExpertWeights> ExpertStage::Load(WeightLoader& loader, int layer)
   SLUICE_ASSIGN_OR_RETURN(
       w.bias, loader.Vectors({{mlp + ".gate.e_score_correction_bias", experts_.routed}}));
   std::vector<WeightLoader::Tensor> gate_up, down;
-  for (int e = 0; e < experts_.routed; ++e) {
-    const std::string expert = absl::StrCat(mlp, ".experts.", e);
+  for (int i = 0; i < shard_.experts.count; ++i) {
+    const std::string expert = absl::StrCat(mlp, ".experts.", shard_.experts.first + i);
     gate_up.push_back({expert + ".gate_proj.weight", inner});
     gate_up.push_back({expert + ".up_proj.weight", inner});
     down.push_back({expert + ".down_proj.weight", hidden});
@@ -39,26 +53,35 @@ absl::Status ExpertStage::Allocate(Workspace& workspace, int max_rows) {
   SLUICE_RETURN_IF_ERROR(workspace.Allocate(&weights_, max_rows, k * 4, "experts' weights"));
   SLUICE_RETURN_IF_ERROR(workspace.Allocate(&pairs_, max_rows, k * 4, "rows by experts"));
   SLUICE_RETURN_IF_ERROR(workspace.Allocate(&begins_, int64_t{experts_.routed} + 1, 4, "experts"));
+  for (const auto& [exchange, rows] :
+       {std::pair{exchanges_[0].get(), max_rows}, {exchanges_[1].get(), (max_rows + 1) / 2}}) {
+    if (exchange != nullptr) SLUICE_RETURN_IF_ERROR(exchange->Allocate(workspace, rows));
+  }
+  // Every rank may send all of its rows here.
+  const int64_t most = int64_t{max_rows} * shard_.size;
   SLUICE_RETURN_IF_ERROR(
-      workspace.Allocate(&gate_up_, max_rows, k * 2 * inner * 4, "experts' gate and up"));
-  SLUICE_RETURN_IF_ERROR(workspace.Allocate(
-      &activated_, max_rows, k * inner * ops_.activation_bytes(), "experts' activations"));
-  return workspace.Allocate(&results_, max_rows, k * config_.hidden_size * 4, "experts' results");
+      workspace.Allocate(&gate_up_, most, k * 2 * inner * 4, "experts' gate and up"));
+  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&activated_, most, k * inner * ops_.activation_bytes(),
+                                            "experts' activations"));
+  return workspace.Allocate(&results_, most, k * config_.hidden_size * 4, "experts' results");
 }
 
 void ExpertStage::Choose(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
-                         const void* normed) {
-  ops_.Product(stream, normed, weights.router, {}, logits_.as<float>(), in.rows, in.decode_rows,
+                         RowRange rows, const void* normed) {
+  const int64_t first = rows.begin, k = experts_.per_token;
+  float* const logits = logits_.as<float>() + first * experts_.routed;
+  ops_.Product(stream, RowsOf(normed, first), weights.router, {}, logits, rows.count, rows.decode,
                /*accumulate=*/false);
   kernels::RouteParams route{};
-  route.logits = logits_.as<float>();
+  route.logits = logits;
   route.bias = weights.bias.data();
-  route.slots = in.slots;
-  route.chosen = chosen_.as<int32_t>();
-  route.weights = weights_.as<float>();
+  route.slots = in.slots + first;
+  route.chosen = chosen_.as<int32_t>() + first * k;
+  route.weights = weights_.as<float>() + first * k;
+  // Where ranks divide the experts, only the pairs of rows that arrive count.
   route.pairs = pairs_.as<int32_t>();
   route.begins = begins_.as<int32_t>();
-  route.rows = in.rows;
+  route.rows = rows.count;
   route.experts = experts_.routed;
   route.k = experts_.per_token;
   route.groups = experts_.groups;
@@ -70,16 +93,47 @@ void ExpertStage::Choose(Stream& stream, const ExpertWeights& weights, const Ste
 
 void ExpertStage::Run(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
                       const void* normed, float* residual) {
-  const int32_t pairs = in.rows * experts_.per_token;
+  RowExchange::Arrived rows;
+  rows.x = normed;
+  rows.chosen = chosen_.as<int32_t>();
+  rows.weights = weights_.as<float>();
+  rows.pairs = pairs_.as<int32_t>();
+  rows.begins = begins_.as<int32_t>();
+  rows.sums = residual;
+  rows.rows = in.rows;
+  Compute(stream, weights, rows);
+}
+
+void ExpertStage::Pack(Stream& stream, int half, const StepInputs& in, RowRange rows,
+                       const void* normed, float* residual) {
+  const int64_t first = rows.begin, k = experts_.per_token;
+  const int32_t most = in.most_rows > 0 ? in.most_rows : in.rows;
+  RowExchange::Rows packed;
+  packed.x = RowsOf(normed, first);
+  packed.chosen = chosen_.as<int32_t>() + first * k;
+  packed.weights = weights_.as<float>() + first * k;
+  packed.out = residual + first * config_.hidden_size;
+  packed.rows = rows.count;
+  packed.most_rows = in.halves ? (most + 1) / 2 : most;
+  exchange(half).Pack(stream, packed);
+}
+
+void ExpertStage::Work(Stream& stream, const ExpertWeights& weights, int half) {
+  Compute(stream, weights, exchange(half).Unpack(stream));
+}
+
+void ExpertStage::Compute(Stream& stream, const ExpertWeights& weights,
+                          const RowExchange::Arrived& rows) {
+  const int32_t pairs = rows.rows * experts_.per_token;
   kernels::ExpertLinearParams product{};
-  product.x = normed;
+  product.x = rows.x;
   product.pairs_per_row = experts_.per_token;
   product.w = weights.gate_up.matrix;
   product.y = gate_up_.as<float>();
-  product.pairs = pairs_.as<int32_t>();
-  product.begins = begins_.as<int32_t>();
+  product.pairs = rows.pairs;
+  product.begins = rows.begins;
   product.max_pairs = pairs;
-  product.experts = experts_.routed;
+  product.experts = shard_.experts.count;
   product.n = 2 * experts_.intermediate;
   product.x_type = ops_.activation_type();
   ops_.kernels().ExpertLinear(stream, product);
@@ -93,10 +147,10 @@ void ExpertStage::Run(Stream& stream, const ExpertWeights& weights, const StepIn
 
   kernels::CombineParams combine{};
   combine.y = results_.as<float>();
-  combine.chosen = chosen_.as<int32_t>();
-  combine.weights = weights_.as<float>();
-  combine.out = residual;
-  combine.rows = in.rows;
+  combine.chosen = rows.chosen;
+  combine.weights = rows.weights;
+  combine.out = rows.sums;
+  combine.rows = rows.rows;
   combine.k = experts_.per_token;
   combine.dim = config_.hidden_size;
   ops_.kernels().Combine(stream, combine);

@@ -127,33 +127,39 @@ absl::Status LatentAttentionStage::Allocate(Workspace& workspace, int max_rows) 
 }
 
 void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionWeights& weights,
-                               const StepInputs& in, const void* normed, const float* cos_sin,
-                               float* residual, LatentAttention& attention) {
+                               const StepInputs& in, RowRange rows, const void* normed,
+                               const float* cos_sin, float* residual, LatentAttention& attention) {
   const LatentConfig& l = latent_;
+  const int64_t first = rows.begin, act = ops_.activation_bytes(), hidden = config_.hidden_size;
+  const auto* const x = static_cast<const uint8_t*>(normed) + first * hidden * act;
+  float* const projected = projected_.as<float>() + first * projected_size(weights);
+  void* const q_latent = ops_.Activation(q_latent_, first, l.q_rank);
   // This is little work, and each part of it is too short to fill a device. It runs beside the two
   // large products that lead to the indexer's queries.
   Stream& aside = stream.Branch(AttentionPolicy::kAheadBranch);
   aside.After(stream);
   if (weights.index_weights.matrix.n > 0) {
-    ops_.Product(aside, normed, weights.index_weights, {}, index_weights_.as<float>(), in.rows,
-                 in.decode_rows, /*accumulate=*/false);
+    ops_.Product(aside, x, weights.index_weights, {},
+                 index_weights_.as<float>() + first * l.indexer->heads, rows.count, rows.decode,
+                 /*accumulate=*/false);
   }
-  ops_.Product(stream, normed, weights.input, {}, projected_.as<float>(), in.rows, in.decode_rows,
+  ops_.Product(stream, x, weights.input, {}, projected, rows.count, rows.decode,
                /*accumulate=*/false);
   aside.After(stream);
-  Append(aside, layer, weights, in, cos_sin, attention);
-  ops_.Norm(stream, projected_.as<float>(), projected_size(weights), l.q_rank, kInnerEpsilon,
-            weights.q_norm, q_latent_.data(), in.rows);
+  Append(aside, layer, weights, in, rows, cos_sin, attention);
+  ops_.Norm(stream, projected, projected_size(weights), l.q_rank, kInnerEpsilon, weights.q_norm,
+            q_latent, rows.count);
   if (Indexed(weights)) {
-    ops_.Product(stream, q_latent_.data(), weights.index_q, {}, index_heads_.as<float>(), in.rows,
-                 in.decode_rows, /*accumulate=*/false);
+    ops_.Product(stream, q_latent, weights.index_q, {},
+                 index_heads_.as<float>() + first * l.indexer->heads * kernels::kIndexDim,
+                 rows.count, rows.decode, /*accumulate=*/false);
   }
   stream.After(aside);
 
-  const auto make_queries = [&](Stream& on) { Queries(on, weights, in, cos_sin); };
+  const auto make_queries = [&](Stream& on) { Queries(on, weights, rows, cos_sin); };
   LatentAttention::Params params{.make_queries = make_queries};
   if (Indexed(weights)) {
-    IndexQueries(stream, weights, in, cos_sin);
+    IndexQueries(stream, weights, rows, cos_sin);
     params.index_q = index_q_.data();
     params.index_weights = head_weights_.as<float>();
     params.index_heads = l.indexer->heads;
@@ -162,8 +168,10 @@ void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionW
   params.q = q_.data();
   params.slots = in.slots;
   params.positions = in.positions;
-  params.rows = in.rows;
-  params.decode_rows = in.decode_rows;
+  params.rows = rows.count;
+  params.decode_rows = rows.decode;
+  params.first_row = rows.begin;
+  params.step_rows = in.rows;
   params.heads = config_.heads;
   params.scale = l.softmax_scale;
   params.out = attended_.data();
@@ -171,74 +179,79 @@ void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionW
   attention.AttendLatent(stream, layer, params);
 
   kernels::HeadLinearParams head{};
-  head.x = attended_.data();
+  const int64_t heads = config_.heads;
+  head.x = ops_.Activation(attended_, first, heads * l.rank);
   head.x_head_stride = l.rank;
   head.x_stride = int64_t{config_.heads} * l.rank;
   head.w = weights.absorb_v.matrix;
-  head.y = values_.data();
+  head.y = ops_.Activation(values_, first, heads * l.v_dim);
   head.y_head_stride = l.v_dim;
   head.y_stride = int64_t{config_.heads} * l.v_dim;
   head.x_type = head.y_type = ops_.activation_type();
-  head.rows = in.rows;
+  head.rows = rows.count;
   head.heads = config_.heads;
   head.n = l.v_dim;
-  head.decode_rows = in.decode_rows;
+  head.decode_rows = rows.decode;
   ops_.kernels().HeadLinear(stream, head);
-  ops_.Product(stream, values_.data(), weights.o, {}, residual, in.rows, in.decode_rows,
+  ops_.Product(stream, head.y, weights.o, {}, residual + first * hidden, rows.count, rows.decode,
                /*accumulate=*/true);
 }
 
 void LatentAttentionStage::Append(Stream& stream, int layer, const LatentAttentionWeights& weights,
-                                  const StepInputs& in, const float* cos_sin,
+                                  const StepInputs& in, RowRange rows, const float* cos_sin,
                                   LatentAttention& attention) {
+  const int64_t first = rows.begin;
+  const float* const projected = projected_.as<float>() + first * projected_size(weights);
+  const float* const angles = cos_sin + first * latent_.rope_dim;
   kernels::LatentAppendParams entry{};
-  entry.kv = projected_.as<float>() + kv_at();
+  entry.kv = projected + kv_at();
   entry.kv_stride = projected_size(weights);
   entry.norm = weights.kv_norm.data();
-  entry.cos_sin = cos_sin;
-  entry.slots = in.slots;
-  entry.positions = in.positions;
+  entry.cos_sin = angles;
+  entry.slots = in.slots + first;
+  entry.positions = in.positions + first;
   entry.cache.rank = latent_.rank;
   entry.cache.rope = latent_.rope_dim;
   entry.cache.type = kv_dtype_;
-  entry.rows = in.rows;
+  entry.rows = rows.count;
   entry.epsilon = kInnerEpsilon;
-  entry.decode_rows = in.decode_rows;
-  attention.AppendLatent(stream, layer, entry);
+  entry.decode_rows = rows.decode;
+  attention.AppendLatent(stream, layer, entry, rows.begin);
   if (!Indexed(weights)) return;
 
   kernels::IndexAppendParams key{};
-  key.k = projected_.as<float>() + index_key_at();
+  key.k = projected + index_key_at();
   key.k_stride = projected_size(weights);
   key.norm_weight = weights.index_norm.data();
   key.norm_bias = weights.index_norm_bias.data();
-  key.cos_sin = cos_sin;
-  key.slots = in.slots;
-  key.positions = in.positions;
+  key.cos_sin = angles;
+  key.slots = in.slots + first;
+  key.positions = in.positions + first;
   key.cache.type = kv_dtype_;
-  key.rows = in.rows;
+  key.rows = rows.count;
   key.rope_dim = latent_.rope_dim;
   key.epsilon = kInnerEpsilon;
-  key.decode_rows = in.decode_rows;
+  key.decode_rows = rows.decode;
   attention.AppendIndex(stream, layer, key);
 }
 
 void LatentAttentionStage::IndexQueries(Stream& stream, const LatentAttentionWeights& weights,
-                                        const StepInputs& in, const float* cos_sin) {
+                                        RowRange rows, const float* cos_sin) {
   const IndexerConfig& indexer = *latent_.indexer;
+  const int64_t first = rows.begin, dims = int64_t{indexer.heads} * kernels::kIndexDim;
   kernels::IndexQueryParams query{};
-  query.q = index_heads_.as<float>();
-  query.weights = projected_.as<float>() + index_weights_at();
+  query.q = index_heads_.as<float>() + first * dims;
+  query.weights = projected_.as<float>() + first * projected_size(weights) + index_weights_at();
   query.weights_stride = projected_size(weights);
   if (weights.index_weights.matrix.n > 0) {
-    query.weights = index_weights_.as<float>();
+    query.weights = index_weights_.as<float>() + first * indexer.heads;
     query.weights_stride = indexer.heads;
   }
-  query.cos_sin = cos_sin;
-  query.out = index_q_.data();
-  query.out_weights = head_weights_.as<float>();
+  query.cos_sin = cos_sin + first * latent_.rope_dim;
+  query.out = index_q_.as<uint8_t>() + first * dims * (kv_dtype_ == DType::kFloat8E4M3 ? 1 : 4);
+  query.out_weights = head_weights_.as<float>() + first * indexer.heads;
   query.type = kv_dtype_;
-  query.rows = in.rows;
+  query.rows = rows.count;
   query.heads = indexer.heads;
   query.rope_dim = latent_.rope_dim;
   query.weight_scale =
@@ -247,17 +260,19 @@ void LatentAttentionStage::IndexQueries(Stream& stream, const LatentAttentionWei
 }
 
 void LatentAttentionStage::Queries(Stream& stream, const LatentAttentionWeights& weights,
-                                   const StepInputs& in, const float* cos_sin) {
+                                   RowRange rows, const float* cos_sin) {
   const LatentConfig& l = latent_;
-  ops_.Product(stream, q_latent_.data(), weights.q_b, {}, q_heads_.as<float>(), in.rows,
-               in.decode_rows, /*accumulate=*/false);
+  const int64_t first = rows.begin, heads = config_.heads;
+  float* const q_heads = q_heads_.as<float>() + first * heads * l.qk_dim();
+  ops_.Product(stream, ops_.Activation(q_latent_, first, l.q_rank), weights.q_b, {}, q_heads,
+               rows.count, rows.decode, /*accumulate=*/false);
   kernels::MlaQueryParams query{};
-  query.q = q_heads_.as<float>();
-  query.cos_sin = cos_sin;
-  query.nope = q_nope_.data();
-  query.out = q_.data();
+  query.q = q_heads;
+  query.cos_sin = cos_sin + first * l.rope_dim;
+  query.nope = ops_.Activation(q_nope_, first, heads * l.nope_dim);
+  query.out = ops_.Activation(q_, first, heads * l.entry_dim());
   query.type = ops_.activation_type();
-  query.rows = in.rows;
+  query.rows = rows.count;
   query.heads = config_.heads;
   query.nope_dim = l.nope_dim;
   query.rope = l.rope_dim;
@@ -265,18 +280,18 @@ void LatentAttentionStage::Queries(Stream& stream, const LatentAttentionWeights&
   ops_.kernels().MlaQuery(stream, query);
 
   kernels::HeadLinearParams head{};
-  head.x = q_nope_.data();
+  head.x = query.nope;
   head.x_head_stride = l.nope_dim;
   head.x_stride = int64_t{config_.heads} * l.nope_dim;
   head.w = weights.absorb_k.matrix;
-  head.y = q_.data();
+  head.y = query.out;
   head.y_head_stride = l.entry_dim();
   head.y_stride = int64_t{config_.heads} * l.entry_dim();
   head.x_type = head.y_type = ops_.activation_type();
-  head.rows = in.rows;
+  head.rows = rows.count;
   head.heads = config_.heads;
   head.n = l.rank;
-  head.decode_rows = in.decode_rows;
+  head.decode_rows = rows.decode;
   ops_.kernels().HeadLinear(stream, head);
 }
 

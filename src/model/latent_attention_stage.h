@@ -38,10 +38,12 @@ class LatentAttentionStage {
   absl::StatusOr<LatentAttentionWeights> Load(WeightLoader& loader, int layer, bool indexer) const;
   absl::Status Allocate(Workspace& workspace, int max_rows);
 
-  // Enqueues residual += o(attention(normed)) for all rows of a step. `normed` is activations
-  // [rows][hidden].
+  // Enqueues residual += o(attention(normed)) for some rows of a step. `normed` is activations
+  // [rows of the step][hidden], as are `cos_sin` and `residual` of all rows. REQUIRES: where the
+  // rows are not all, all are decode rows, and parts of a layer follow one another on one stream.
   void Run(Stream& stream, int layer, const LatentAttentionWeights& weights, const StepInputs& in,
-           const void* normed, const float* cos_sin, float* residual, LatentAttention& attention);
+           RowRange rows, const void* normed, const float* cos_sin, float* residual,
+           LatentAttention& attention);
 
  private:
   // Return where each product begins in a row of `projected_`.
@@ -58,13 +60,14 @@ class LatentAttentionStage {
   absl::Status LoadAbsorbed(WeightLoader& loader, const std::string& kv_b,
                             LatentAttentionWeights* out) const;
   void Append(Stream& stream, int layer, const LatentAttentionWeights& weights,
-              const StepInputs& in, const float* cos_sin, LatentAttention& attention);
+              const StepInputs& in, RowRange rows, const float* cos_sin,
+              LatentAttention& attention);
   // Enqueues the indexer's queries, from index_heads_ and from the weights of heads, which are in
   // `projected_` or in index_weights_.
-  void IndexQueries(Stream& stream, const LatentAttentionWeights& weights, const StepInputs& in,
+  void IndexQueries(Stream& stream, const LatentAttentionWeights& weights, RowRange rows,
                     const float* cos_sin);
   // Enqueues the queries of attention: q_b, absorption and RoPE (stage PreAttn).
-  void Queries(Stream& stream, const LatentAttentionWeights& weights, const StepInputs& in,
+  void Queries(Stream& stream, const LatentAttentionWeights& weights, RowRange rows,
                const float* cos_sin);
 
   const ModelConfig& config_;

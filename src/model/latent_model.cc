@@ -1,5 +1,6 @@
 #include "src/model/latent_model.h"
 
+#include <array>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -32,14 +33,19 @@ class LatentModel : public DecoderModel {
         latent_(*config_.latent),
         load_draft_(options.draft_layer != Options::DraftLayer::kNone),
         attention_(config_, options.kv_dtype, ops_),
-        experts_(config_, ops_) {}
+        experts_(config_, options, ops_) {}
 
   void Forward(Stream& stream, const StepInputs& in, AttentionPolicy& policy) override {
     LatentAttention* const attention = policy.latent_attention();
     SLUICE_CHECK(attention != nullptr, policy.name(), " attends to latent caches");
     Begin(stream, in);
-    for (int layer = 0; layer < config_.layers; ++layer) {
-      RunLayer(stream, layers_[static_cast<size_t>(layer)], layer, IsDense(layer), in, *attention);
+    if (in.halves) {
+      RunHalves(stream, in, *attention);
+    } else {
+      for (int layer = 0; layer < config_.layers; ++layer) {
+        RunLayer(stream, layers_[static_cast<size_t>(layer)], layer, IsDense(layer), in,
+                 *attention);
+      }
     }
     Logits(stream, in);
     policy.EndStep(stream);
@@ -73,26 +79,81 @@ class LatentModel : public DecoderModel {
     Layer layer;
   };
 
+  // Enqueues attention of some of a step's rows, and the norm behind it.
+  void Attend(Stream& stream, const Layer& w, int number, const StepInputs& in, RowRange rows,
+              LatentAttention& attention) {
+    void* const normed = Normed(rows);
+    kernels_.RmsNorm(stream, NormOf(Residual(rows), w.input_norm, normed, rows.count));
+    attention_.Run(stream, number, w.attention, in, rows, normed_.data(), CosSin(0),
+                   residual_.as<float>(), attention);
+    kernels_.RmsNorm(stream, NormOf(Residual(rows), w.post_attention_norm, normed, rows.count));
+  }
+
   // Enqueues a layer of the rows' residual. Its caches are those of layer `number` of `attention`.
   void RunLayer(Stream& stream, const Layer& w, int number, bool dense, const StepInputs& in,
                 LatentAttention& attention) {
     const RowRange all{0, in.rows, in.decode_rows};
-    kernels_.RmsNorm(stream, NormOf(Residual(all), w.input_norm, normed_.data(), in.rows));
-    attention_.Run(stream, number, w.attention, in, normed_.data(), CosSin(0), Residual(all),
-                   attention);
-    kernels_.RmsNorm(stream, NormOf(Residual(all), w.post_attention_norm, normed_.data(), in.rows));
-    // The choice of experts is made by short kernels that wait for one another. It runs beside
-    // the products of the shared experts, which do not need it.
+    Attend(stream, w, number, in, all, attention);
+    // The choice of experts is made by short kernels that wait for one another, and rows travel to
+    // other ranks. Both run beside the products of the shared experts, which need neither.
     Stream& choice = stream.Branch(AttentionPolicy::kAheadBranch);
     if (!dense) {
       choice.After(stream);
-      experts_.Choose(choice, w.experts, in, normed_.data());
+      experts_.Choose(choice, w.experts, in, all, normed_.data());
+      if (experts_.divided()) {
+        experts_.Pack(choice, 0, in, all, normed_.data(), residual_.as<float>());
+        experts_.exchange(0).Dispatch(choice);
+      }
     }
     const int inner = FfnSize(dense);
     if (inner > 0) RunFfn(stream, w.ffn, normed_.data(), inner, all);
     if (dense) return;
     stream.After(choice);
-    experts_.Run(stream, w.experts, in, normed_.data(), Residual(all));
+    if (!experts_.divided()) {
+      return experts_.Run(stream, w.experts, in, normed_.data(), Residual(all));
+    }
+    experts_.Work(stream, w.experts, 0);
+    experts_.exchange(0).Return(stream);
+    experts_.exchange(0).Add(stream);
+  }
+
+  // Enqueues all layers of a step of decode rows in two halves. What a half sends to other ranks,
+  // or gets back, travels on a branch while the other half computes: its attention, or its experts.
+  // A rank with one row has nothing in the second half, and takes part in its exchanges.
+  void RunHalves(Stream& stream, const StepInputs& in, LatentAttention& attention) {
+    SLUICE_CHECK(experts_.divided() && in.rows == in.decode_rows);
+    const int32_t first = (in.rows + 1) / 2, second = in.rows - first;
+    const std::array<RowRange, 2> halves = {RowRange{0, first, first}, {first, second, second}};
+    Stream& link = stream.Branch(AttentionPolicy::kExchangeBranch);
+    // An exchange begins behind all that is enqueued by now. What is enqueued later waits for the
+    // exchange before it alone.
+    const auto exchange = [&](auto enqueue) {
+      link.After(stream);
+      stream.After(link);
+      enqueue();
+    };
+    for (int i = 0; i < config_.layers; ++i) {
+      const Layer& w = layers_[static_cast<size_t>(i)];
+      for (const int half : {0, 1}) {
+        const RowRange rows = halves[static_cast<size_t>(half)];
+        if (i > latent_.dense_layers) experts_.exchange(half).Add(stream);  // of the layer before
+        if (rows.count > 0) Attend(stream, w, i, in, rows, attention);
+        if (!IsDense(i)) {
+          if (rows.count > 0) experts_.Choose(stream, w.experts, in, rows, normed_.data());
+          experts_.Pack(stream, half, in, rows, normed_.data(), residual_.as<float>());
+          exchange([&] { experts_.exchange(half).Dispatch(link); });
+        }
+        const int inner = FfnSize(IsDense(i));
+        if (inner > 0 && rows.count > 0) RunFfn(stream, w.ffn, Normed(rows), inner, rows);
+      }
+      if (IsDense(i)) continue;
+      for (const int half : {0, 1}) {
+        experts_.Work(stream, w.experts, half);
+        exchange([&] { experts_.exchange(half).Return(link); });
+      }
+    }
+    stream.After(link);
+    for (const int half : {0, 1}) experts_.exchange(half).Add(stream);
   }
 
   // Enqueues residual = from_hidden(hnorm(hidden state)) for all rows of a draft.
@@ -114,6 +175,9 @@ class LatentModel : public DecoderModel {
                  in.decode_rows, /*accumulate=*/false);
   }
 
+  void* Normed(RowRange rows) const {
+    return ops_.Activation(normed_, rows.begin, config_.hidden_size);
+  }
   bool IsDense(int layer) const { return layer < latent_.dense_layers; }
   // Returns the width of a dense layer's FFN, or of the shared experts; 0 if there are none.
   int FfnSize(bool dense) const {

@@ -36,6 +36,12 @@ struct StepInputs {
   const int32_t* logit_rows = nullptr;  // [logit_count] rows whose logits are wanted; -1: padded
   int32_t logit_count = 0;
   float* logits = nullptr;  // [logit_count][vocab]
+  // The most rows that any rank has in this step, the same on each, where ranks divide the experts;
+  // 0: `rows`. A rank without sequences has one padded row.
+  int32_t most_rows = 0;
+  // The step runs as two halves, each with its exchanges beneath what the other computes: the same
+  // bits. REQUIRES: Options::halves, and that every rank has decode rows alone.
+  bool halves = false;
 };
 
 // The rows of a draft layer (multi-token prediction: DeepSeek-V3, arXiv 2412.19437, section 2.2).
@@ -87,12 +93,17 @@ class Model {
     // Whether the checkpoint's layer that drafts is loaded (tensor_list.h: DraftTensors): never, if
     // the checkpoint has it, or always, so that it is an error if it lacks.
     enum class DraftLayer { kNone, kIfThere, kRequired } draft_layer = DraftLayer::kNone;
-    // The model is divided among `tensor_parallel` ranks (shard.h), and this is one of them. All
-    // ranks enqueue the same steps. `ranks` has as many, and outlives the model; null: nothing will
-    // be computed.
+    // The model is divided among ranks (shard.h), and this is number `rank` of them. `ranks` has as
+    // many, and outlives the model; null: nothing will be computed. At most one of the two numbers
+    // is above 1. With tensor_parallel all ranks enqueue the same steps. With expert_parallel each
+    // enqueues steps of rows of its own, as many steps as the others.
     int tensor_parallel = 1;
-    int tensor_rank = 0;
+    int expert_parallel = 1;
+    int rank = 0;
     RankGroup* ranks = nullptr;
+    // Whether rows travel to other ranks' experts as e4m3 (kernels/exchange_params.h).
+    bool fp8_dispatch = false;
+    bool halves = false;  // StepInputs::halves may be set
   };
   // Loads a model. Errors name the file, tensor or key, what was expected and what was found.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const Options& options, Device* device);

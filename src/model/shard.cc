@@ -31,7 +31,8 @@ absl::StatusOr<Shard> ShardOf(const ModelConfig& config, int rank, int size) {
   if (config.latent.has_value() && size > 1) {
     return absl::UnimplementedError(
         absl::StrCat("tensor_parallel: ", config.name, " (", config.architecture,
-                     ") has latent caches; llama, qwen2 and qwen3 can be divided: set it to 1"));
+                     ") has latent caches; llama, qwen2 and qwen3 can be divided: set it to 1, and "
+                     "expert_parallel to the number of ranks"));
   }
   Shard shard;
   shard.rank = rank;
@@ -81,6 +82,40 @@ ModelConfig PartOf(const ModelConfig& config, const Shard& shard) {
   part.kv_heads = shard.kv_heads.count;
   part.intermediate_size = shard.inner.count;
   return part;
+}
+
+absl::StatusOr<ExpertShard> ExpertShardOf(const ModelConfig& config, int rank, int size) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("expert_parallel: rank ", rank, " of ", size, " ranks"));
+  }
+  ExpertShard shard;
+  shard.rank = rank;
+  shard.size = size;
+  const int routed = config.latent.has_value() ? config.latent->experts.routed : 0;
+  if (size > 1 && routed == 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "expert_parallel: ", config.name, " (", config.architecture,
+        ") has no experts that ranks could divide: set it to 1, and tensor_parallel to "
+        "the number of ranks"));
+  }
+  if (routed % size != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("expert_parallel: ", config.name, " has ",
+                                                   routed, " experts, which ", size,
+                                                   " ranks cannot divide evenly"));
+  }
+  shard.experts = Share(routed, rank, size);
+  return shard;
+}
+
+ExpertExchange ExpertExchangeOf(const ModelConfig& config, const ExpertShard& shard,
+                                int64_t most_rows, int64_t unit_bytes) {
+  ExpertExchange out;
+  if (shard.whole()) return out;
+  out.layers = config.layers - config.latent->dense_layers;
+  out.dispatch_bytes = shard.size * most_rows * unit_bytes;
+  out.combine_bytes = shard.size * most_rows * config.hidden_size * 4;
+  return out;
 }
 
 StepExchange ExchangeOf(const ModelConfig& config, const Shard& shard, int64_t rows,

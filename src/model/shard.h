@@ -41,6 +41,20 @@ absl::StatusOr<Shard> ShardOf(const ModelConfig& config, int rank, int size);
 // Returns the config as the rank sees it: heads, kv_heads and intermediate_size are the rank's.
 ModelConfig PartOf(const ModelConfig& config, const Shard& shard);
 
+// The routed experts that one rank of an expert-parallel group has (GShard, arXiv 2006.16668,
+// section 3). It has all the other weights too, and attends for sequences of its own.
+struct ExpertShard {
+  int rank = 0;
+  int size = 1;
+  ShardPart experts;  // as many on each rank
+
+  bool whole() const { return size == 1; }
+};
+
+// Returns the part of rank `rank` of `size`. INVALID_ARGUMENT, which names expert_parallel, if the
+// model has no experts or cannot divide them so.
+absl::StatusOr<ExpertShard> ExpertShardOf(const ModelConfig& config, int rank, int size);
+
 // A step of `rows` rows and `logits` logit rows moves this between ranks, by the operations of
 // src/device/rank_group.h, in bytes of this rank's operands.
 struct StepExchange {
@@ -49,5 +63,17 @@ struct StepExchange {
 };
 StepExchange ExchangeOf(const ModelConfig& config, const Shard& shard, int64_t rows,
                         int64_t logits);
+
+// The exchange of rows between the ranks of an expert-parallel group, in bytes of a rank's operands
+// in a layer (all of what it may send, to every rank).
+struct ExpertExchange {
+  int64_t layers = 0;          // that have experts
+  int64_t dispatch_bytes = 0;  // of one all-to-all
+  int64_t combine_bytes = 0;   // of the all-to-all back
+};
+// `most_rows`: the most rows that any rank has in the step. `unit_bytes`: of a row on its way out
+// (kernels/exchange_params.h).
+ExpertExchange ExpertExchangeOf(const ModelConfig& config, const ExpertShard& shard,
+                                int64_t most_rows, int64_t unit_bytes);
 
 }  // namespace sluice

@@ -62,8 +62,9 @@ class MarkingPolicy : public ForwardingPolicy {
     ForwardingPolicy::Append(stream, layer, params);
     Mark(stream, layer);
   }
-  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override {
-    ForwardingPolicy::AppendLatent(stream, layer, params);
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                    int32_t first_row) override {
+    ForwardingPolicy::AppendLatent(stream, layer, params, first_row);
     if (!has_index_) Mark(stream, layer);
   }
   // Comes after AppendLatent, and is the layer's last cache.

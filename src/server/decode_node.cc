@@ -72,7 +72,9 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
   if (ranks_.channel != nullptr) {
     SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks_.channel, &config_));
-    SLUICE_ASSIGN_OR_RETURN(ranks_.arenas, MakeArenas(*ranks_.channel, config_));
+    if (ranks_.rows == nullptr) {
+      SLUICE_ASSIGN_OR_RETURN(ranks_.arenas, MakeArenas(*ranks_.channel, config_));
+    }
   }
   SLUICE_ASSIGN_OR_RETURN(NodeMemory memory,
                           NewNodeMemory(config_, *model_, device_.get(), ranks_.arenas.get()));
@@ -90,8 +92,16 @@ absl::Status DecodeNode::MakeLeader() {
   SLUICE_ASSIGN_OR_RETURN(const HintPart part,
                           HintPartOf(model_->whole_config(), 0, RanksOf(config_)));
   SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks_.channel));
+  const int slots = static_cast<int>(config_.max_sequences());
+  RankDivision division;
+  division.part = part;
+  if (ranks_.rows != nullptr) {
+    division.rows = ranks_.rows.get();
+    division.ledger =
+        std::make_unique<RankLedger>(hbm_.get(), dram_.get(), RanksOf(config_), slots);
+  }
   leader_ = std::make_unique<RankLeader>(policy_.get(), ranks_.channel.get(), ranks_.group.get(),
-                                         static_cast<int>(config_.max_sequences()), part);
+                                         slots, std::move(division));
   return absl::OkStatus();
 }
 
@@ -150,7 +160,7 @@ absl::Status DecodeNode::MakeTransfers() {
   };
   table.hint_tokens = policy_->hint_tokens();
   table.hint_queries = policy_->hint_queries();
-  if (leader_ != nullptr) {
+  if (ranks_.arenas != nullptr) {
     SLUICE_ASSIGN_OR_RETURN(table.places, HeadPlacesOf(model_->whole_config(), dram_->layout(),
                                                        *ranks_.arenas, RanksOf(config_)));
     table.await_free_pages = [leader = leader_.get()] { return leader->AwaitFreePages(); };
@@ -190,6 +200,7 @@ absl::Status DecodeNode::StartEngine() {
   options.local_prefill = config_.local_prefill() == "always"       ? LocalPrefill::kAlways
                           : config_.local_prefill() == "on_failure" ? LocalPrefill::kOnFailure
                                                                     : LocalPrefill::kNever;
+  options.halves_from = static_cast<int>(config_.expert_overlap());
   options.seed = SeedOf(config_);
   options.transfer_wait = absl::Seconds(config_.transfer_wait_seconds());
   options.slow_reader_timeout = absl::Seconds(config_.slow_reader_timeout_seconds());
@@ -198,6 +209,7 @@ absl::Status DecodeNode::StartEngine() {
   parts.model = model_.get();
   parts.policy = leader_ != nullptr ? leader_.get() : policy_.get();
   parts.batch_log = leader_.get();
+  parts.rank_rows = ranks_.rows.get();
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.metrics = &metrics_;
@@ -270,7 +282,8 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   ingest.metrics = &metrics_;
   ingest.access = security_.access();
   ingest.log_prompts = config_.log_prompts();
-  services.push_back(NewIngestService(ingest));
+  // Ranks that have sequences of their own take no caches over.
+  if (ranks_.rows == nullptr) services.push_back(NewIngestService(ingest));
   gate_.emplace(security_.access(), security_.file.get(), transfers_.get(), &quotas_);
   GenerateOptions generate;
   generate.vocab_size = vocab_size;

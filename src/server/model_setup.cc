@@ -150,8 +150,11 @@ absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows
   options.sequence_rows = 1 + DraftTokensOf(config);
   options.look_ahead = config.policy() != "full";
   options.draft_layer = DraftLayerOf(config);
-  options.tensor_parallel = RanksOf(config);
-  options.tensor_rank = static_cast<int>(config.rank());
+  options.tensor_parallel = std::max(1, static_cast<int>(config.tensor_parallel()));
+  options.expert_parallel = std::max(1, static_cast<int>(config.expert_parallel()));
+  options.halves = options.expert_parallel > 1 && config.expert_overlap() > 0;
+  options.fp8_dispatch = config.expert_dispatch() == "fp8";
+  options.rank = static_cast<int>(config.rank());
   return options;
 }
 

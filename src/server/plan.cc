@@ -10,11 +10,13 @@
 #include "src/base/status_macros.h"
 #include "src/device/cpu_topology.h"
 #include "src/device/host_placement.h"
+#include "src/device/kernel_set.h"
 #include "src/engine/batch_state.h"
 #include "src/model/policy_forecast.h"
 #include "src/model/policy_model.h"
 #include "src/model/weight_source.h"
 #include "src/server/auto_policy.h"
+#include "src/server/expert_plan.h"
 #include "src/server/model_setup.h"
 #include "src/server/plan_text.h"
 #include "src/server/planning_device.h"
@@ -251,6 +253,7 @@ absl::StatusOr<PlanInput> PlanOf(const Config& given) {
   in.max_rows = step.rows;
   in.device = real->Memory();
   in.device_name = real->name();
+  in.activation_type = real->kernels().activation_type();
   in.device_why = why;
   in.host = found.host;
   SLUICE_ASSIGN_OR_RETURN(const DecodeCacheSizes sizes,
@@ -287,6 +290,13 @@ absl::StatusOr<std::string> PrintPlan(const Config& given) {
   Config config = given;
   SLUICE_RETURN_IF_ERROR(ApplyWorkerSet(&config));
   SLUICE_RETURN_IF_ERROR(CheckRanks(&config));
+  if (DividesExperts(config)) {
+    config.set_rank(0);
+    SLUICE_ASSIGN_OR_RETURN(const PlanInput in, PlanOf(config));
+    SLUICE_ASSIGN_OR_RETURN(const std::string ranks, ExpertRanksText(config, in));
+    SLUICE_ASSIGN_OR_RETURN(const std::string gpus, ExpertGpusText(config));
+    return absl::StrCat(ranks, FormatPlan(in), gpus);
+  }
   std::string text;
   for (int rank = 0; rank < RanksOf(config); ++rank) {
     config.set_rank(static_cast<uint32_t>(rank));

@@ -30,7 +30,8 @@ struct PlanInput {
   // batch_bytes.
   bool drafts_on_device = false;
   int64_t draft_cache_bytes = 0;
-  int64_t max_rows = 0;  // maximum rows in a step
+  int64_t max_rows = 0;                     // maximum rows in a step
+  DType activation_type = DType::kFloat32;  // of what feeds products
   // Bytes that the device is asked for beside the KV caches.
   int64_t weight_bytes = 0;
   int64_t workspace_bytes = 0;

@@ -110,6 +110,9 @@ class NoKernels : public KernelSet {
   void Route(Stream&, const kernels::RouteParams&) override {}
   void ExpertLinear(Stream&, const kernels::ExpertLinearParams&) override {}
   void Combine(Stream&, const kernels::CombineParams&) override {}
+  void PackRows(Stream&, const kernels::PackRowsParams&) override {}
+  void UnpackRows(Stream&, const kernels::UnpackRowsParams&) override {}
+  void AddParts(Stream&, const kernels::AddPartsParams&) override {}
   void SettleDrafts(Stream&, const kernels::SettleDraftsParams&) override {}
   void NewestLists(Stream&, const kernels::NewestListsParams&) override {}
   int32_t MaxRecallPlaces() const override { return real_->MaxRecallPlaces(); }

@@ -11,6 +11,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu_topology.h"
@@ -32,8 +33,9 @@ constexpr absl::Duration kLoadTime = absl::Minutes(30);
 constexpr char kWorkerSetPort[] = ":7900";
 
 absl::Status Refused(const Config& config, const std::string& what) {
-  return absl::InvalidArgumentError(
-      absl::StrCat("tensor_parallel: ", config.tensor_parallel(), " ranks ", what));
+  return absl::InvalidArgumentError(absl::StrCat(
+      DividesExperts(config) ? "expert_parallel: " : "tensor_parallel: ", RanksOf(config),
+      " ranks ", what));
 }
 
 // Returns the name under which the ranks meet, from the leader's address and this user.
@@ -45,11 +47,25 @@ std::string MeetingName(const Config& config, const char* what) {
   return name;
 }
 
+// Checks what ranks cannot share that have sequences of their own.
+absl::Status CheckOwnSequences(Config* config) {
+  if (config->local_prefill() != "always") {
+    return Refused(*config,
+                   absl::StrCat("compute their prompts: set local_prefill to always; it is ",
+                                config->local_prefill()));
+  }
+  if (config->overcommit() > 1) return Refused(*config, "do not preempt: set overcommit to 1");
+  config->set_prefix_cache(false);  // a prompt's first caches would be on one rank alone
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 int RanksOf(const Config& config) {
-  return std::max(1, static_cast<int>(config.tensor_parallel()));
+  return static_cast<int>(std::max({1u, config.tensor_parallel(), config.expert_parallel()}));
 }
+
+bool DividesExperts(const Config& config) { return config.expert_parallel() > 1; }
 
 absl::Status ApplyWorkerSet(Config* config) {
   if (RanksOf(*config) == 1 || !config->leader().empty()) return absl::OkStatus();
@@ -70,10 +86,14 @@ absl::Status ApplyWorkerSet(Config* config) {
 absl::Status CheckRanks(Config* config) {
   const int ranks = RanksOf(*config);
   if (static_cast<int>(config->rank()) >= ranks) {
-    return absl::InvalidArgumentError(absl::StrCat("rank: must be below tensor_parallel, which is ",
-                                                   ranks, ", but is ", config->rank()));
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank: must be below tensor_parallel or expert_parallel, which is ", ranks,
+                     ", but is ", config->rank()));
   }
   if (ranks == 1) return absl::OkStatus();
+  if (DividesExperts(*config) && config->tensor_parallel() > 1) {
+    return Refused(*config, "divide the experts alone: set tensor_parallel to 1");
+  }
   if (config->leader().empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat("leader: ", ranks,
@@ -81,12 +101,14 @@ absl::Status CheckRanks(Config* config) {
                      "host and port"));
   }
   const std::string& policy = config->policy();
-  const std::vector<std::string> served = {"full", "scout", "recall", "hgca"};
+  using Names = std::vector<std::string>;
+  const Names served =
+      DividesExperts(*config) ? Names{"full", "ess"} : Names{"full", "scout", "recall", "hgca"};
   if (std::find(served.begin(), served.end(), policy) == served.end()) {
-    return Refused(*config, absl::StrCat("run the policies full, scout, recall and hgca, and "
-                                         "policy is ",
-                                         policy));
+    return Refused(*config, absl::StrCat("run the policies ", absl::StrJoin(served, ", "),
+                                         ", and policy is ", policy));
   }
+  if (DividesExperts(*config)) SLUICE_RETURN_IF_ERROR(CheckOwnSequences(config));
   if (config->speculation() == "auto") config->set_speculation("none");
   if (DraftTokensOf(*config) > 0)
     return Refused(*config, "make no drafts: set speculation to none");
@@ -150,11 +172,15 @@ absl::Status ShareSettings(RankChannel& channel, Config* config) {
   if (!leaders.ParseFromArray(text.data(), static_cast<int>(text.size()))) {
     return absl::InternalError("rank 0 sent no settings: start every rank from one build");
   }
-  if (leaders.tensor_parallel() != config->tensor_parallel()) {
+  const auto check = [config](const char* name, uint32_t leads, uint32_t own) -> absl::Status {
+    if (leads == own) return absl::OkStatus();
     return absl::InvalidArgumentError(
-        absl::StrCat("tensor_parallel: rank 0 has ", leaders.tensor_parallel(), ", and rank ",
-                     config->rank(), " has ", config->tensor_parallel()));
-  }
+        absl::StrCat(name, ": rank 0 has ", leads, ", and rank ", config->rank(), " has ", own));
+  };
+  SLUICE_RETURN_IF_ERROR(
+      check("tensor_parallel", leaders.tensor_parallel(), config->tensor_parallel()));
+  SLUICE_RETURN_IF_ERROR(
+      check("expert_parallel", leaders.expert_parallel(), config->expert_parallel()));
   leaders.set_rank(config->rank());
   leaders.set_model(config->model());
   leaders.set_device(config->device());
@@ -181,6 +207,10 @@ absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device) {
   group.join_timeout = kStartTime;
   SLUICE_ASSIGN_OR_RETURN(ranks.group, device->JoinRanks(group));
   ranks.channel->EndWith(ranks.group.get());
+  if (DividesExperts(*config)) {
+    ranks.rows =
+        std::make_unique<RankRows>(ranks.group.get(), static_cast<int>(config->max_sequences()));
+  }
   Log(LogLevel::kInfo, "ranks joined", {{"rank", config->rank()}, {"ranks", channel.size}});
   return ranks;
 }
@@ -201,10 +231,12 @@ absl::Status RunFollower(Config config, Signals& signals) {
       LoadModel(config, step.rows, step.logits, device.get(), ranks.group.get()));
   // The sizes of the KV caches are rank 0's.
   SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks.channel, &config));
-  SLUICE_ASSIGN_OR_RETURN(ranks.arenas, MakeArenas(*ranks.channel, config));
+  if (ranks.rows == nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(ranks.arenas, MakeArenas(*ranks.channel, config));
+  }
   SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory,
                           NewNodeMemory(config, *model, device.get(), ranks.arenas.get()));
-  memory.dram->FollowRankZero();
+  if (ranks.arenas != nullptr) memory.dram->FollowRankZero();
   SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks.channel));
   RankFollower::Options options;
   SLUICE_ASSIGN_OR_RETURN(
@@ -212,10 +244,12 @@ absl::Status RunFollower(Config config, Signals& signals) {
       HintPartOf(model->whole_config(), static_cast<int>(config.rank()), RanksOf(config)));
   options.slots = static_cast<int>(config.max_sequences());
   options.max_context = model->max_context();
+  options.halves_from = static_cast<int>(config.expert_overlap());
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<RankFollower> follower,
-      RankFollower::Create(options, {device.get(), model.get(), memory.policy.get(),
-                                     ranks.channel.get(), ranks.group.get(), memory.dram.get()}));
+      RankFollower::Create(options,
+                           {device.get(), model.get(), memory.policy.get(), ranks.channel.get(),
+                            ranks.group.get(), memory.dram.get(), ranks.rows.get()}));
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<FollowerPort> port,
       FollowerPort::Open(config, {device.get(), model.get(), &memory, ranks.group.get()}));

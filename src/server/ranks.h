@@ -1,5 +1,5 @@
-// This is about the ranks of a node (tensor_parallel above 1): their settings, how they meet, and
-// the ranks that follow the first.
+// This is about the ranks of a node (tensor_parallel or expert_parallel above 1): their settings,
+// how they meet, and the ranks that follow the first.
 #pragma once
 
 #include <memory>
@@ -14,6 +14,7 @@
 #include "src/device/rank_channel.h"
 #include "src/device/rank_group.h"
 #include "src/device/shared_arenas.h"
+#include "src/engine/rank_rows.h"
 #include "src/server/cache_sizes.h"
 #include "src/server/signals.h"
 
@@ -21,6 +22,8 @@ namespace sluice {
 
 // Returns how many ranks divide the model; 1: the node has one.
 int RanksOf(const Config& config);
+// Returns whether ranks divide the experts, and each has sequences of its own.
+bool DividesExperts(const Config& config);
 
 // Fills in what LeaderWorkerSet tells a pod (LWS_LEADER_ADDRESS, LWS_WORKER_INDEX), where the node
 // has several ranks and the settings say nothing. INVALID_ARGUMENT: a variable is no number.
@@ -46,6 +49,7 @@ struct NodeRanks {
   std::unique_ptr<RankChannel> channel;
   std::unique_ptr<SharedArenas> arenas;  // their DRAM, once its size is known
   std::unique_ptr<RankGroup> group;
+  std::unique_ptr<RankRows> rows;  // null: every rank has a part of every sequence
 };
 // Waits for the other ranks, and has rank 0 tell them its settings: on the others `config` is then
 // rank 0's, but for what is a rank's own. Returns the errors of HostRanks::Join and

@@ -1,4 +1,4 @@
-"""A model that several processes divide among them (tensor_parallel): answers, ends, refusals."""
+"""A model that several processes divide among them (tensor_parallel, expert_parallel): answers, ends, refusals."""
 
 import signal
 import subprocess
@@ -7,7 +7,8 @@ import time
 
 import grpc
 import pytest
-from sluice.v1 import admin_pb2, common_pb2, decode_pb2
+from google.protobuf import duration_pb2
+from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
 from support.nodes import BIN, DEVICE, ENVIRONMENT, TIMEOUT_S, Node, error_of, free_port, greedy, run, tokens_of
 from support.rank_lab import END_S, FLUSH_S, Ranks, starting_ranks
@@ -45,6 +46,8 @@ def answers(node):
     ("tiny-llama", 2, ("--policy", "scout", "--budget-tokens", "64")),
     ("tiny-llama", 2, ("--policy", "recall", "--budget-tokens", "64")),
     ("tiny-llama", 2, ("--policy", "hgca", "--hgca-window-tokens", "64")),
+    ("tiny-deepseek-v32", 2, ()), ("tiny-deepseek-v32-fp8", 4, ()),
+    ("tiny-deepseek-v32", 4, ("--policy", "ess", "--ess-sparse-memory-ratio", "0.3")),
 ])
 def test_ranks_answer_as_one_node(name, size, flags, ranks, start, tiny_models):
     flags = ("--prefix-cache=false", *flags)  # a sparse policy computes other rows behind a prefix
@@ -83,11 +86,15 @@ def long_stream(node):
     return call
 
 
-@pytest.mark.parametrize("size,victim", [(2, 1), (4, 2)])
-def test_a_killed_rank_ends_streams_and_the_other_ranks(size, victim, ranks):
+@pytest.mark.parametrize("name,size,victim", [
+    ("tiny-llama", 2, 1), ("tiny-llama", 4, 2),
+    # Each rank of experts: all take part in every step, with sequences or without.
+    ("tiny-deepseek-v32", 2, 1), *(("tiny-deepseek-v32", 4, victim) for victim in (1, 2, 3)),
+])
+def test_a_killed_rank_ends_streams_and_the_other_ranks(name, size, victim, ranks):
     if DEVICE == "cuda" and size > 2:
         pytest.skip("two ranks share the GPU")
-    node = ranks("tiny-llama", size, *COMPUTES)
+    node = ranks(name, size, *COMPUTES)
     streams = [long_stream(node.leader) for _ in range(3)]
     errors = []
     readers = [threading.Thread(target=lambda s=s: errors.append(error_of(lambda: s))) for s in streams]
@@ -112,8 +119,9 @@ def test_a_rank_that_is_killed_while_nothing_runs_ends_the_node(ranks):
     assert "rank 1 " in node.leader.tail()
 
 
-def test_the_other_ranks_end_with_the_leader(ranks):
-    node = ranks("tiny-llama", 4 if DEVICE == "cpu" else 2, *COMPUTES)
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-deepseek-v32"])
+def test_the_other_ranks_end_with_the_leader(name, ranks):
+    node = ranks(name, 4 if DEVICE == "cpu" else 2, *COMPUTES)
     stream = long_stream(node.leader)
     node.leader.process.kill()
     statuses = node.statuses()
@@ -131,6 +139,18 @@ def test_a_signal_to_another_rank_waits_for_the_leader(ranks):
     assert node.statuses() == [0, 0]
 
 
+def test_requests_that_ranks_of_experts_do_not_share_are_refused(ranks):
+    node = ranks("tiny-deepseek-v32", 2, *COMPUTES).leader
+    for request in (decode_pb2.GenerateRequest(transfer_id="0" * 32, sampling=greedy(max_tokens=2)),
+                    decode_pb2.GenerateRequest(prompt_token_ids=[1], sampling=greedy(max_tokens=2),
+                                               keep=duration_pb2.Duration(seconds=1))):
+        error = error_of(lambda: node.decode.Generate(request, timeout=TIMEOUT_S))
+        assert error.code() == Code.INVALID_ARGUMENT and "among ranks" in error.details(), error
+    assert error_of(lambda: node.ingest.Reserve(ingest_pb2.ReserveRequest(), timeout=TIMEOUT_S)).code() == \
+        Code.UNIMPLEMENTED
+    assert answers(node)
+
+
 @pytest.mark.parametrize("flags,said", [
     (["--tensor-parallel", "2"], "leader: 2 ranks need a name"),
     (["--tensor-parallel", "2", "--rank", "2", "--leader", "a:1"], "rank: must be below tensor_parallel"),
@@ -138,6 +158,11 @@ def test_a_signal_to_another_rank_waits_for_the_leader(ranks):
     (["--tensor-parallel", "2", "--leader", "a:1", "--policy", "clo"], "policy is clo"),
     (["--tensor-parallel", "2", "--leader", "a:1", "--speculation", "ngram"], "speculation to none"),
     (["--tensor-parallel", "3", "--leader", "a:1"], "KV heads"),
+    (["--expert-parallel", "2", "--leader", "a:1", *COMPUTES], "no experts that ranks could divide"),
+    (["--expert-parallel", "2", "--tensor-parallel", "2", "--leader", "a:1"], "tensor_parallel to 1"),
+    (["--expert-parallel", "2", "--leader", "a:1"], "local_prefill to always"),
+    (["--expert-parallel", "2", "--leader", "a:1", *COMPUTES, "--overcommit", "2"], "overcommit to 1"),
+    (["--expert-parallel", "2", "--leader", "a:1", "--policy", "scout"], "policies full, ess, and policy is scout"),
 ])
 def test_settings_that_ranks_cannot_have_are_refused(flags, said, tiny_models):
     done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--device", "cpu", "--print-plan", *flags)
@@ -152,6 +177,20 @@ def test_the_plan_shows_each_rank(tiny_models):
     assert "1 of 2: heads 2 to 3 of 4, KV heads 1 to 1 of 2" in done.stdout
     # Three layers, 8 rows, 128 float32 elements a row, and two sums a layer.
     assert "6 all-reduces of 24.0 KiB" in done.stdout
+
+
+def test_the_plan_shows_ranks_of_experts(tiny_models):
+    plan = [BIN / "sluice-server", "--model", tiny_models("tiny-deepseek-v32"), "--device", "cpu", *EXACT,
+            "--print-plan", "--leader", "a:1", "--expert-parallel"]
+    done = run(*plan, "4")
+    assert done.returncode == 0, done.stderr
+    assert "0 of 4: experts 0 to 1 of 8" in done.stdout and "3 of 4: experts 6 to 7 of 8" in done.stdout
+    # Two layers have experts; 4 ranks of 8 rows, each of 192 float32 elements and 2 choices with their weights.
+    assert "4 all-to-alls, 2 out of up to 24.5 KiB and as many back of up to 24.0 KiB" in done.stdout
+    table = done.stdout.split("GPUs that the checkpoint takes")[1].splitlines()[2:]
+    assert [line.split()[0] for line in table] == ["1", "2", "4", "8"]
+    refused = run(*plan, "3")
+    assert refused.returncode == 1 and "8 experts, which 3 ranks cannot divide evenly" in refused.stderr
 
 
 def test_a_leader_worker_set_gives_the_ranks_their_names(tiny_models, tmp_path):

@@ -198,9 +198,10 @@ void BothPolicies::EndStep(Stream& stream) {
   second_->EndStep(stream);
 }
 
-void BothPolicies::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) {
-  first_->latent_attention()->AppendLatent(stream, layer, params);
-  second_->latent_attention()->AppendLatent(stream, layer, params);
+void BothPolicies::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                                int32_t first_row) {
+  first_->latent_attention()->AppendLatent(stream, layer, params, first_row);
+  second_->latent_attention()->AppendLatent(stream, layer, params, first_row);
 }
 
 void BothPolicies::AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) {

@@ -66,7 +66,8 @@ class BothPolicies : public ForwardingPolicy {
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
   void BeginPrompt(int slot, int64_t tokens, int64_t cached) override;
   void EndStep(Stream& stream) override;
-  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                    int32_t first_row) override;
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
   void AttendLatent(Stream& stream, int layer, const Params& params) override;
 

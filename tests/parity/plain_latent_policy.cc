@@ -74,8 +74,8 @@ kernels::PagedIndexKeys PlainLatentPolicy::Keys(int layer) const {
           kind.page_bytes(),      kind.block_tokens,    kind.element_type};
 }
 
-void PlainLatentPolicy::AppendLatent(Stream& stream, int layer,
-                                     kernels::LatentAppendParams params) {
+void PlainLatentPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                                     int32_t /*first_row*/) {
   params.cache = Latents(layer);
   device_->kernels().LatentAppend(stream, params);
 }

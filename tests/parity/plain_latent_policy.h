@@ -34,7 +34,8 @@ class PlainLatentPolicy : public AttentionPolicy, public LatentAttention {
   const std::string& name() const override { return name_; }
   KvAttention* kv_attention() override { return nullptr; }
   LatentAttention* latent_attention() override { return this; }
-  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                    int32_t first_row) override;
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
   void AttendLatent(Stream& stream, int layer, const Params& params) override;
 

@@ -19,13 +19,15 @@ constexpr size_t kPoolBytes = size_t{32} << 20;
 }  // namespace
 
 Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
-                 const Choose& choose, const RankGroupOptions* ranks) {
+                 const Choose& choose, const RankGroupOptions* ranks, Divided divided) {
   device_ = OrFail(TestDevice(kernels));
   Model::Options options;
   if (ranks != nullptr) {
     ranks_ = OrFail(device_->JoinRanks(*ranks));
-    options.tensor_parallel = ranks->size;
-    options.tensor_rank = ranks->rank;
+    const bool tensors = divided == Divided::kTensors;
+    (tensors ? options.tensor_parallel : options.expert_parallel) = ranks->size;
+    options.fp8_dispatch = divided == Divided::kExpertsByFp8;
+    options.rank = ranks->rank;
     options.ranks = ranks_.get();
   }
   options.directory = model_dir;
@@ -145,7 +147,32 @@ void Teacher::SetToken(int position, int32_t token) {
   Finish();
 }
 
-std::vector<float> Teacher::Step(int position, int count, bool generates) {
+StepInputs Teacher::InputsOf(int count, int decode_rows, int most_rows) {
+  StepInputs in;
+  in.tokens = tokens_.device.as<int32_t>();
+  in.token_stride = kMaxContext;
+  in.slots = rows_.device.as<int32_t>();
+  in.positions = in.slots + kMaxRows;
+  in.rows = count;
+  in.decode_rows = decode_rows;
+  in.numbers = in.positions + kMaxRows;
+  in.logit_rows = in.numbers + kMaxRows;
+  in.logits = logits_.device.as<float>();
+  in.most_rows = most_rows;
+  return in;
+}
+
+void Teacher::IdleStep(int most_rows) {
+  auto* const slots = rows_.host.as<int32_t>();
+  slots[0] = -1;
+  slots[kMaxRows] = slots[2 * kMaxRows] = 0;
+  front_->BeginStep(*stream_, {}, {});
+  ToDevice(rows_);
+  model_->Forward(*stream_, InputsOf(1, 1, most_rows), *front_);
+  Finish();
+}
+
+std::vector<float> Teacher::Step(int position, int count, bool generates, int most_rows) {
   if (generates && !prompt_ended_) {
     front_->EndPrompt(0, position, {});
     AwaitWarm();
@@ -166,17 +193,8 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
   front_->BeginStep(*stream_, {slots, static_cast<size_t>(count)},
                     {positions, static_cast<size_t>(count)});
   ToDevice(rows_);
-  StepInputs in;
-  in.tokens = tokens_.device.as<int32_t>();
-  in.token_stride = kMaxContext;
-  in.slots = rows_.device.as<int32_t>();
-  in.positions = in.slots + kMaxRows;
-  in.rows = count;
-  in.decode_rows = generates ? count : 0;
-  in.numbers = in.positions + kMaxRows;
-  in.logit_rows = in.numbers + kMaxRows;
+  StepInputs in = InputsOf(count, generates ? count : 0, most_rows);
   in.logit_count = 1;
-  in.logits = logits_.device.as<float>();
   model_->Forward(*stream_, in, *front_);
   stream_->Copy(logits_.host.data(), logits_.device.data(), logits_.host.bytes());
   Finish();

@@ -26,10 +26,13 @@ struct PlacedPolicy {
 class Teacher {
  public:
   // `choose` changes the policy's options, which name `full` at first. With `ranks` this is one
-  // rank of a group that divides the model, and all ranks are asked for the same.
+  // rank of a group that divides the model. Then all ranks are asked for the same, or, where they
+  // divide the experts, for as many steps of their own.
+  enum class Divided { kTensors, kExperts, kExpertsByFp8 };
   using Choose = std::function<void(PolicyOptions&)>;
   Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
-          const Choose& choose = nullptr, const RankGroupOptions* ranks = nullptr);
+          const Choose& choose = nullptr, const RankGroupOptions* ranks = nullptr,
+          Divided divided = Divided::kTensors);
 
   // Makes another policy for the same model and device.
   PlacedPolicy Place(const Choose& choose);
@@ -47,8 +50,11 @@ class Teacher {
   // Changes the token that is dictated at a position.
   void SetToken(int position, int32_t token);
   // Computes tokens [position, position + count) and returns the logits of the last one, [vocab].
-  // `generates`: they are past the prompt, which ended before the first of them.
-  std::vector<float> Step(int position, int count, bool generates);
+  // `generates`: they are past the prompt, which ended before the first of them. `most_rows`: as in
+  // StepInputs.
+  std::vector<float> Step(int position, int count, bool generates, int most_rows = 0);
+  // Takes part in a step of the other ranks, without rows.
+  void IdleStep(int most_rows);
 
   AttentionPolicy& policy() { return *placed_.policy; }
   Device& device() { return *device_; }
@@ -66,6 +72,8 @@ class Teacher {
   void Admit(const std::vector<int32_t>& tokens, int context, std::unique_ptr<SequenceCache> home);
   void AwaitWarm();
   void End();
+  // Returns a step's inputs, whose rows are in rows_.
+  StepInputs InputsOf(int count, int decode_rows, int most_rows);
   std::unique_ptr<Device> device_;
   std::unique_ptr<RankGroup> ranks_;  // null: the model is whole
   std::unique_ptr<Model> model_;

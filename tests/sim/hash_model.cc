@@ -251,7 +251,7 @@ class HashModelImpl : public HashModel {
     entry.positions = in.positions;
     entry.rows = in.rows;
     entry.decode_rows = in.decode_rows;
-    attention.AppendLatent(host, layer, entry);
+    attention.AppendLatent(host, layer, entry, 0);
     kernels::IndexAppendParams key{};
     key.k = qkv_.as<float>() + kRank + kRope;
     key.k_stride = kQkv;

@@ -41,6 +41,7 @@ Model::Options ModelOptionsOf(const NodeOptions& o) {
   model.max_context = o.max_context;
   model.max_logits = o.max_sequences * (1 + o.draft_tokens);
   model.max_rows = o.chunk_tokens + model.max_logits;
+  model.halves = o.halves_from > 0;
   if (o.drafter != nullptr && o.drafter->on_device()) {
     model.draft_layer = Model::Options::DraftLayer::kRequired;
   }
@@ -86,21 +87,25 @@ absl::Status Follow(const NodeOptions& o, const RankGroupOptions& rank) {
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankChannel> channel, JoinChannel(rank));
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankGroup> ranks, device->JoinRanks(rank));
   Model::Options options = ModelOptionsOf(o);
-  options.tensor_parallel = rank.size;
-  options.tensor_rank = rank.rank;
+  (o.divide_experts ? options.expert_parallel : options.tensor_parallel) = rank.size;
+  options.rank = rank.rank;
   options.ranks = ranks.get();
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(options, device.get()));
-  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<SharedArenas> arenas,
-                          MakeArenas(*channel, o, rank));
+  std::unique_ptr<SharedArenas> arenas;
+  if (!o.divide_experts) {
+    SLUICE_ASSIGN_OR_RETURN(arenas, MakeArenas(*channel, o, rank));
+  }
   SLUICE_ASSIGN_OR_RETURN(const Memory memory, MakeMemory(o, *model, device.get(), arenas.get()));
-  memory.dram->FollowRankZero();
+  if (arenas != nullptr) memory.dram->FollowRankZero();
   SLUICE_RETURN_IF_ERROR(channel->Meet(rank.join_timeout));
-  RankFollower::Options follow{o.max_sequences, model->max_context(), {}};
+  RankRows rows(ranks.get(), o.max_sequences);
+  RankFollower::Options follow{o.max_sequences, model->max_context(), {}, o.halves_from};
   SLUICE_ASSIGN_OR_RETURN(follow.part, HintPartOf(model->whole_config(), rank.rank, rank.size));
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<RankFollower> follower,
-      RankFollower::Create(follow, {device.get(), model.get(), memory.policy.get(), channel.get(),
-                                    ranks.get(), memory.dram.get()}));
+      RankFollower::Create(
+          follow, {device.get(), model.get(), memory.policy.get(), channel.get(), ranks.get(),
+                   memory.dram.get(), o.divide_experts ? &rows : nullptr}));
   return follower->Run();
 }
 
@@ -129,11 +134,11 @@ Node::Node(const NodeOptions& o) {
   if (o.ranks != nullptr) {
     channel_ = OrFail(JoinChannel(*o.ranks));
     ranks_ = OrFail(device_->JoinRanks(*o.ranks));
-    model.tensor_parallel = o.ranks->size;
+    (o.divide_experts ? model.expert_parallel : model.tensor_parallel) = o.ranks->size;
     model.ranks = ranks_.get();
   }
   model_ = OrFail(Model::Load(model, device_.get()));
-  if (o.ranks != nullptr) arenas_ = OrFail(MakeArenas(*channel_, o, *o.ranks));
+  if (o.ranks != nullptr && !o.divide_experts) arenas_ = OrFail(MakeArenas(*channel_, o, *o.ranks));
   Memory memory = OrFail(MakeMemory(o, *model_, device_.get(), arenas_.get()));
   hbm_ = std::move(memory.hbm);
   dram_ = std::move(memory.dram);
@@ -145,8 +150,19 @@ Node::Node(const NodeOptions& o) {
     const ModelConfig& whole = model_->whole_config();
     const HintPart part = OrFail(HintPartOf(whole, 0, o.ranks->size));
     REQUIRE(channel_->Meet(o.ranks->join_timeout).ok());
+    RankDivision division;
+    division.part = part;
+    if (o.divide_experts) {
+      rows_ = std::make_unique<RankRows>(ranks_.get(), o.max_sequences);
+      division.rows = rows_.get();
+      division.ledger =
+          std::make_unique<RankLedger>(hbm_.get(), dram_.get(), o.ranks->size, o.max_sequences);
+    }
     leader_ = std::make_unique<RankLeader>(policy_.get(), channel_.get(), ranks_.get(),
-                                           o.max_sequences, part);
+                                           o.max_sequences, std::move(division));
+  }
+  if (arenas_ != nullptr) {
+    const ModelConfig& whole = model_->whole_config();
     transfers.places = OrFail(HeadPlacesOf(whole, dram_->layout(), *arenas_, o.ranks->size));
     transfers.await_free_pages = [this] { return leader_->AwaitFreePages(); };
   }
@@ -155,7 +171,7 @@ Node::Node(const NodeOptions& o) {
   transfers.max_context = static_cast<uint32_t>(model_->max_context());
   transfers.max_lease = o.max_lease;
   transfers.hint_tokens = policy_->hint_tokens();
-  transfers.prefix_cache = o.prefix_cache;
+  transfers.prefix_cache = o.prefix_cache && !o.divide_experts;  // as CheckRanks has it
   transfers.last_rows = [this](int64_t total) { return policy_->last_rows_wanted(total); };
   transfers.footprint = [this](int64_t context, int64_t total) {
     return policy_->FootprintOf(context, total);
@@ -170,6 +186,7 @@ Node::Node(const NodeOptions& o) {
   engine.chunk_tokens = static_cast<uint32_t>(o.chunk_tokens);
   engine.local_prefill = o.local_prefill;
   engine.seed = 7;
+  engine.halves_from = o.halves_from;
   engine.transfer_wait = o.transfer_wait;
   engine.slow_reader_timeout = o.slow_reader_timeout;
   Engine::Parts parts;
@@ -179,6 +196,7 @@ Node::Node(const NodeOptions& o) {
                  : watch_ != nullptr ? watch_.get()
                                      : policy_.get();
   parts.batch_log = leader_.get();
+  parts.rank_rows = rows_.get();
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.drafter = o.drafter;

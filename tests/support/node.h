@@ -57,6 +57,8 @@ struct NodeOptions {
   Clock* clock = RealClock();
   // Not null: the node is rank 0 of this group, whose other ranks follow it (Follow).
   const RankGroupOptions* ranks = nullptr;
+  int halves_from = 0;          // BatchState::Options::halves_from
+  bool divide_experts = false;  // the ranks divide the experts, and each has its own sequences
 };
 
 // The output of a sequence.
@@ -114,6 +116,7 @@ class Node {
   std::unique_ptr<PagePool> hbm_, dram_;
   std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<AttentionPolicy> watch_;  // null, or watches policy_
+  std::unique_ptr<RankRows> rows_;          // with divide_experts
   std::unique_ptr<RankLeader> leader_;      // with ranks
   std::unique_ptr<TransferTable> transfers_;
   std::optional<TokenBytes> token_bytes_;

@@ -7,6 +7,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/common/vectors.cuh"
+#include "kernels/cuda/experts/exchange.h"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -296,6 +297,11 @@ cudaError_t LaunchRoute(const RouteParams& p, cudaStream_t stream) {
                      blocks, kRowsPerBlock * kWarpSize, 0, stream, p);
     if (error != cudaSuccess) return error;
   }
+  return LaunchRoutePairs(p, stream);
+}
+
+cudaError_t LaunchRoutePairs(const RouteParams& p, cudaStream_t stream) {
+  if (p.experts < 1 || p.experts > kMaxExperts) return cudaErrorInvalidValue;
   // One thread for each expert, and for each pair as far as the block's limit allows.
   const int64_t threads = std::max<int64_t>(p.experts, int64_t{p.rows} * p.k);
   const auto whole = static_cast<unsigned>(

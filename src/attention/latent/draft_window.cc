@@ -102,7 +102,8 @@ kernels::PagedLatents DraftWindow::Entries() const {
   return out;
 }
 
-void DraftWindow::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) {
+void DraftWindow::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                               int32_t /*first_row*/) {
   SLUICE_CHECK(layer == 0);
   params.cache = Entries();
   params.place_of = {};

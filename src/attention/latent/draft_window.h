@@ -49,7 +49,8 @@ class DraftWindow : public LatentAttention {
 
   // Only layer 0 may be asked for, and rows that are decode rows may follow others of their slot
   // that lie at most kMaxNewTokens before them.
-  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                    int32_t first_row) override;
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
   void AttendLatent(Stream& stream, int layer, const Params& params) override;
 

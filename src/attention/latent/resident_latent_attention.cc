@@ -62,17 +62,17 @@ void ResidentLatentAttention::Attend(Stream& stream, int layer,
       SparseMlaOfRows(attention, latents, options_.device->kernels().activation_type(), scratch_);
   if (selection_ != nullptr) {
     Stream& queries = stream.Branch(kQueryBranch);
-    selection_->Select(stream, layer, *keys, attention, 0, attention.rows,
+    selection_->Select(stream, layer, *keys, attention, attention.first_row, attention.rows,
                        [&] { queries.After(stream); });
     attention.make_queries(queries);
     stream.After(queries);
     const kernels::UnitLists lists = selection_->lists();
-    mla.entries = lists.units;
-    mla.counts = lists.counts;
+    mla.entries = lists.units + int64_t{attention.first_row} * lists.capacity;
+    mla.counts = lists.counts + attention.first_row;
     mla.capacity = lists.capacity;
   } else {
     attention.make_queries(stream);
-    mla.counts = counts_.as<int32_t>();
+    mla.counts = counts_.as<int32_t>() + attention.first_row;
     mla.capacity = options_.max_context;
   }
   options_.device->kernels().SparseMla(stream, mla);

@@ -1,4 +1,4 @@
-// SparseMla over all rows of a layer at once, for what keeps its entries in HBM.
+// SparseMla over all rows of a call at once, for what keeps its entries in HBM.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,14 @@ inline kernels::SparseMlaParams SparseMlaOfRows(const LatentAttention::Params& a
                                                 const kernels::PagedLatents& cache,
                                                 kernels::DType q_type, const Buffer& scratch) {
   kernels::SparseMlaParams mla{};
-  mla.q = attention.q;
+  const int64_t first = attention.first_row;
+  mla.q = static_cast<const uint8_t*>(attention.q) +
+          first * attention.heads * (cache.rank + cache.rope) * SizeOf(q_type);
   mla.q_type = q_type;
-  mla.slots = attention.slots;
+  mla.slots = attention.slots + first;
   mla.cache = cache;
-  mla.out = attention.out;
+  mla.out = static_cast<uint8_t*>(attention.out) +
+            first * attention.heads * cache.rank * SizeOf(attention.out_type);
   mla.out_type = attention.out_type;
   mla.scratch = scratch.data();
   mla.scratch_bytes = static_cast<int64_t>(scratch.bytes());

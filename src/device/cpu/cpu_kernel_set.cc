@@ -248,6 +248,17 @@ class CpuKernelSet : public KernelSet {
   void Combine(Stream& s, const kernels::CombineParams& p) override {
     Launch(s, "combine", table_.combine, p, int64_t{p.rows} * p.k * p.dim);
   }
+  void PackRows(Stream& s, const kernels::PackRowsParams& p) override {
+    Launch(s, "pack_places", table_.pack_places, p, 0);  // one worker does it all
+    Launch(s, "pack_rows", table_.pack_rows, p, int64_t{p.rows} * p.dim);
+  }
+  void UnpackRows(Stream& s, const kernels::UnpackRowsParams& p) override {
+    Launch(s, "unpack_rows", table_.unpack_rows, p, int64_t{p.ranks} * p.capacity * p.dim);
+    Launch(s, "unpack_pairs", table_.unpack_pairs, p, 0);  // one worker does it all
+  }
+  void AddParts(Stream& s, const kernels::AddPartsParams& p) override {
+    Launch(s, "add_parts", table_.add_parts, p, int64_t{p.rows} * p.dim * p.ranks);
+  }
   void SettleDrafts(Stream& s, const kernels::SettleDraftsParams& p) override {
     Launch(s, "settle_drafts", table_.settle_drafts, p, 0);  // one worker does it all
   }
@@ -302,8 +313,8 @@ void CpuKernelSet::ForRows(int32_t rows, int32_t k,
 }
 
 // Converts rows [begin, end) of a part, whose first row is row `first` of the matrix.
-void PackRows(const MatrixPart& part, int32_t begin, int32_t end, int32_t k, int32_t first,
-              uint16_t* out) {
+void PackMatrixRows(const MatrixPart& part, int32_t begin, int32_t end, int32_t k, int32_t first,
+                    uint16_t* out) {
   if (part.data != nullptr) {
     kernels::PackPanels(part.data + int64_t{begin} * k, end - begin, k, first + begin, out);
     return;
@@ -343,7 +354,7 @@ absl::StatusOr<Weight> CpuKernelSet::Prepare(absl::Span<const MatrixPart> parts,
   int32_t first = 0;
   for (const MatrixPart& part : parts) {
     ForRows(part.rows, k, [&](int32_t begin, int32_t end) {
-      if (panels) return PackRows(part, begin, end, k, first, weight.storage.as<uint16_t>());
+      if (panels) return PackMatrixRows(part, begin, end, k, first, weight.storage.as<uint16_t>());
       for (int32_t row = begin; row < end; ++row) {
         const int64_t at = (int64_t{first} + row) * k;
         if (exact) {

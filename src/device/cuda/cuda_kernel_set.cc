@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/common/launch.h"
+#include "kernels/cuda/experts/exchange.h"
 #include "src/base/status_macros.h"
 #include "src/device/cuda/cuda_stream.h"
 #include "src/device/cuda/weight_maker.h"
@@ -226,6 +227,15 @@ class CudaKernelSet : public KernelSet {
   }
   void Combine(Stream& s, const kernels::CombineParams& p) override {
     Launch(s, cuda::LaunchCombine, p, "a sum over experts");
+  }
+  void PackRows(Stream& s, const kernels::PackRowsParams& p) override {
+    Launch(s, cuda::LaunchPackRows, p, "the packing of rows");
+  }
+  void UnpackRows(Stream& s, const kernels::UnpackRowsParams& p) override {
+    Launch(s, cuda::LaunchUnpackRows, p, "the unpacking of rows");
+  }
+  void AddParts(Stream& s, const kernels::AddPartsParams& p) override {
+    Launch(s, cuda::LaunchAddParts, p, "a sum over ranks");
   }
   void SettleDrafts(Stream& s, const kernels::SettleDraftsParams& p) override {
     Launch(s, cuda::LaunchSettleDrafts, p, "the settling of drafts");

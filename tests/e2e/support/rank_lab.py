@@ -10,7 +10,7 @@ from support.nodes import BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, SCALE, TIME
 
 # One precision for all: the sums of ranks differ from those of one device in their last bits alone.
 PRECISION = [] if DEVICE == "cuda" else ["--kernels", FLOAT32_KERNELS, "--kv-dtype", "float32"]
-EXACT = [*PRECISION, "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--max-sequences", "8", "--seed", "5"]
+EXACT = [*PRECISION, "--hbm-bytes", "128MiB", "--dram-bytes", "64MiB", "--max-sequences", "8", "--seed", "5"]
 END_S = 5 * SCALE  # in which streams end when a rank is lost
 FLUSH_S = 10 * SCALE  # in which processes end: callers get 6 s to take their errors
 
@@ -32,7 +32,8 @@ class Ranks:
 
     def __init__(self, model, folder, size, *flags, failpoints=None, dram="64MiB"):
         exact = [dram if before == "--dram-bytes" else flag for before, flag in zip(["", *EXACT], EXACT)]
-        shared = [*exact, "--tensor-parallel", str(size), "--leader", f"127.0.0.1:{free_port()}", *flags]
+        division = "--expert-parallel" if "deepseek" in model.name else "--tensor-parallel"
+        shared = [*exact, division, str(size), "--leader", f"127.0.0.1:{free_port()}", *flags]
         terms = {rank: ["--failpoints", text] for rank, text in (failpoints or {}).items()}
         self.followers, self.logs = [], []
         for rank in range(1, size):

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "kernels/cuda/common/launch.h"
+#include "kernels/cuda/experts/exchange.h"
 
 namespace sluice::kernels {
 namespace {
@@ -102,6 +103,11 @@ constexpr KernelTable kTable = {"cuda",
                                 &NoSecondPhase<RouteParams>,
                                 &Run<ExpertLinearParams, cuda::LaunchExpertLinear>,
                                 &Run<CombineParams, cuda::LaunchCombine>,
+                                &NoSecondPhase<PackRowsParams>,
+                                &Run<PackRowsParams, cuda::LaunchPackRows>,
+                                &Run<UnpackRowsParams, cuda::LaunchUnpackRows>,
+                                &NoSecondPhase<UnpackRowsParams>,
+                                &Run<AddPartsParams, cuda::LaunchAddParts>,
                                 &Run<SettleDraftsParams, cuda::LaunchSettleDrafts>,
                                 &Run<NewestListsParams, cuda::LaunchNewestLists>};
 

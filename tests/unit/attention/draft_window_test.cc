@@ -78,7 +78,7 @@ class Rig {
     entry.positions = positions.data();
     entry.rows = entry.decode_rows = rows;
     entry.epsilon = 1e-6f;
-    window->AppendLatent(*stream, 0, entry);
+    window->AppendLatent(*stream, 0, entry, 0);
     entry.cache = whole_;
     device_->kernels().LatentAppend(*stream, entry);
 

@@ -139,7 +139,7 @@ struct World {
     append.rows = rows;
     append.decode_rows = decode_rows;
     append.epsilon = 1e-6f;
-    policy->latent_attention()->AppendLatent(*stream, layer, append);
+    policy->latent_attention()->AppendLatent(*stream, layer, append, 0);
     kernels::IndexAppendParams index{};
     index.k = k.data();
     index.k_stride = kDim;

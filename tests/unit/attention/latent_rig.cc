@@ -240,7 +240,7 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
     entry.rows = rows;
     entry.epsilon = kEpsilon;
     entry.decode_rows = decode_rows;
-    policy_->latent_attention()->AppendLatent(stream, i, entry);
+    policy_->latent_attention()->AppendLatent(stream, i, entry, 0);
     kernels::IndexAppendParams key{};
     key.k = layer.k.device.as<float>();
     key.k_stride = kernels::kIndexDim;

@@ -2,7 +2,6 @@
 // ends. The ranks are threads of this process.
 #include <catch2/catch.hpp>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -14,15 +13,18 @@
 #include "tests/support/node.h"
 #include "tests/support/ranks.h"
 #include "tests/test_main.h"
+#include "tests/unit/engine/rank_answers.h"
 
 namespace sluice {
 namespace {
 
-using testing::Generated;
+using testing::Answers;
+using testing::CheckSameAnswers;
 using testing::GreedyRequest;
 using testing::Node;
 using testing::NodeOptions;
 using testing::OnRanks;
+using testing::OptionsFor;
 
 std::string PagesText(const RankPages& lists) {
   std::string text = " pages";
@@ -35,6 +37,7 @@ class Told : public RankOrders {
  public:
   absl::Status Admit(int slot, RankAdmission a) override {
     return Say("admit ", slot, " ", a.context, " of ", a.total, a.firm ? " firm" : " soft",
+               a.owner > 0 ? absl::StrCat(" by ", a.owner) : "",
                a.has_home ? absl::StrCat(" shared ", a.home.shared_tokens, " left ", a.home.left[0],
                                          PagesText(a.home.pages))
                           : "");
@@ -92,8 +95,8 @@ class Told : public RankOrders {
 
 RankPlanWriter Everything() {
   RankPlanWriter plan;
-  plan.Admit(3, {0, 1000, true, false, {}});
-  RankAdmission handed{64, 100, false, true, {}};
+  plan.Admit(3, {0, 1000, true, 5, false, {}});
+  RankAdmission handed{64, 100, false, 0, true, {}};
   handed.home = {32, {5}, {{4, 5, 6, 9}, {}}};
   plan.Admit(0, handed);
   plan.BeginPrompt(3, 7, 0);
@@ -135,7 +138,7 @@ TEST_CASE("another rank is told what the leader did, in order") {
   REQUIRE(stop.ok());
   CHECK(!*stop);
   CHECK(told.said ==
-        "admit 3 0 of 1000 firm\n"
+        "admit 3 0 of 1000 firm by 5\n"
         "admit 0 64 of 100 soft shared 32 left 5 pages [4 5 6 9] []\n"
         "begin 3 7 0\njoin 3: 5 6 7 seed 42 stops 2 bias 9-1.5\nwarm 1\n"
         "end 1 40 layer 1 head 0 row 99 units 2,3\ngrow 1 64\nrelease 2\nfirm 0\n"
@@ -161,47 +164,6 @@ TEST_CASE("a plan that ends inside an order is an error") {
     }
   }
   CHECK(whole == 13);  // orders, the last one excepted, and nothing
-}
-
-NodeOptions OptionsFor(const std::string& model) {
-  NodeOptions options;
-  options.model_dir = fixtures::ModelDir(model);
-  options.kernels = "portable";
-  options.kv_dtype = DType::kFloat32;
-  options.max_context = 512;
-  options.max_sequences = 4;
-  return options;
-}
-
-// Returns the tokens of more requests than there are slots, greedy and sampled.
-std::vector<std::vector<int32_t>> Answers(Node& node) {
-  std::vector<std::shared_ptr<TokenStream>> streams;
-  for (int i = 0; i < 9; ++i) {
-    std::vector<int32_t> prompt;
-    for (int t = 0; t < 1 + 23 * i; ++t) prompt.push_back((7 * t + i) % 500);
-    Request request = GreedyRequest(prompt, 20);
-    if (i % 3 == 1) {
-      request.sampling.temperature = 0.7f;
-      request.sampling.seed = static_cast<uint64_t>(i);
-    }
-    streams.push_back(node.Start(std::move(request)));
-  }
-  std::vector<std::vector<int32_t>> ids;
-  for (auto& stream : streams) ids.push_back(Node::Collect(*stream).ids);
-  return ids;
-}
-
-void CheckSameAnswers(NodeOptions options, int size) {
-  std::vector<std::vector<int32_t>> want;
-  {
-    Node alone(options);
-    want = Answers(alone);
-  }
-  OnRanks(options, size, [&](Node& node) {
-    CHECK(Answers(node) == want);
-    CHECK(Answers(node) == want);
-    CHECK(node.Quiescent());
-  });
 }
 
 TEST_CASE("an engine of two ranks gives one engine's answers", "[ranks]") {

@@ -81,6 +81,31 @@ TEST_CASE("a model that cannot be divided is refused by name") {
   CHECK(ShardOf(Config("tiny-deepseek-v32"), 0, 1).ok());
 }
 
+TEST_CASE("experts are divided evenly or not at all") {
+  const ModelConfig config = Config("tiny-deepseek-v32");
+  for (const int size : {1, 2, 4, 8}) {
+    std::vector<ShardPart> parts;
+    for (int rank = 0; rank < size; ++rank) {
+      const auto shard = ExpertShardOf(config, rank, size);
+      REQUIRE(shard.ok());
+      CHECK(shard->experts.count == 8 / size);
+      parts.push_back(shard->experts);
+    }
+    CheckTiles(parts, 8);
+  }
+  const auto refused = [](const ModelConfig& of, int rank, int size, const char* names) {
+    const absl::Status status = ExpertShardOf(of, rank, size).status();
+    INFO(status);
+    CHECK(absl::IsInvalidArgument(status));
+    CHECK(status.message().find("expert_parallel") != std::string::npos);
+    CHECK(status.message().find(names) != std::string::npos);
+  };
+  refused(config, 0, 3, "8 experts, which 3 ranks");
+  refused(config, 0, 16, "8 experts, which 16 ranks");
+  refused(config, 2, 2, "rank 2 of 2");
+  refused(Config("tiny-llama"), 0, 2, "tensor_parallel");
+}
+
 TEST_CASE("a vocabulary of any size is divided") {
   ModelConfig config = Config("tiny-llama");
   for (const int vocabulary : {64, 100, 32'001, 128'256, 151'936}) {

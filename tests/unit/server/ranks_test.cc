@@ -67,5 +67,32 @@ TEST_CASE("ranks share prefixes, and draft nothing where that is left to them") 
   CHECK(config.speculation() == "none");
 }
 
+TEST_CASE("ranks of experts run full and ess, and divide nothing else") {
+  Config config = DefaultConfig();
+  config.set_model("m");
+  config.set_expert_parallel(4);
+  config.set_leader("localhost:7100");
+  config.set_local_prefill("always");
+  CHECK(RanksOf(config) == 4);
+  for (const char* policy : {"full", "ess"}) {
+    config.set_policy(policy);
+    CHECK(CheckRanks(&config).ToString() == "OK");
+  }
+  const auto refused = [](Config other, const char* names) {
+    const absl::Status status = CheckRanks(&other);
+    INFO(status);
+    CHECK(status.message().find("expert_parallel: 4 ranks") == 0);
+    CHECK(status.message().find(names) != std::string::npos);
+  };
+  config.set_policy("scout");
+  refused(config, "policy is scout");
+  config.set_policy("full");
+  config.set_local_prefill("never");
+  refused(config, "local_prefill");
+  config.set_local_prefill("always");
+  config.set_tensor_parallel(2);
+  refused(config, "tensor_parallel to 1");
+}
+
 }  // namespace
 }  // namespace sluice

@@ -118,7 +118,8 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
     return tokens * tier_->layout().kinds[kIndexKind].bytes_per_token;
   }
 
-  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                    int32_t first_row) override;
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
     params.cache = tier_->Index(layer);
     if (prompt_rows_.appending() != nullptr) params.slots = prompt_rows_.appending();
@@ -257,7 +258,8 @@ void EssPolicy::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   tier_->WarmUp(slot, tokens, std::move(hints), warms_);
 }
 
-void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) {
+void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                             int32_t first_row) {
   const int32_t decode = params.decode_rows;
   kernels::LatentAppendParams prompt = params;
   if (decode > 0) {
@@ -266,7 +268,7 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
     if (options_.ess.lru) {
       params.cache = tier_->Pool(layer);
       params.place_of = tier_->Residency(layer).place_of;
-      params.written = operators_.written(layer);
+      params.written = operators_.written(layer) + first_row * tier_->latent().bytes_per_token;
     } else {  // The new entry is fetched from the home with all the others.
       params.cache = tier_->Home(layer);
     }
@@ -279,6 +281,7 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
     }
   }
   if (prompt.rows == decode) return;
+  SLUICE_CHECK(first_row == 0, "a step with rows of prompts comes whole");
   prompt.cache = tier_->Home(layer);
   prompt.kv += decode * prompt.kv_stride;
   prompt.cos_sin += int64_t{decode} * prompt.cache.rope;
@@ -345,8 +348,8 @@ bool EssPolicy::Fetch(Stream& stream, const kernels::TransferParams& move) const
 }
 
 void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
-  const int32_t rows = a.decode_rows;
-  const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
+  const int32_t rows = a.decode_rows, first_row = a.first_row, end = first_row + rows;
+  const Overlap overlap = plan_.Of(a.part() ? a.step_rows : rows)[static_cast<size_t>(layer)];
   // Every schedule enqueues the same operators on the same lists, so that results are the same to
   // the bit. PreAttn is on a branch. Top-k and UpdateResidency are in the trunk, each right behind
   // the one before: blocks of a product that waited on every processor would keep them off.
@@ -366,11 +369,11 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
     selection_->Select(
         stream, layer, tier_->Index(layer), a, first, count,
         [&] {
-          if (first + count == rows) work.After(stream);
+          if (first + count == end) work.After(stream);
         },
         // Beside it run the first half's transfer, and the next step's of the layer before.
-        (first > 0 ? options_.ess.transfer_workers : 0) + prefetch_workers, prefetches);
-    if (first == 0 && sampler_ != nullptr && sampler_->active()) {
+        (first > first_row ? options_.ess.transfer_workers : 0) + prefetch_workers, prefetches);
+    if (first == first_row && sampler_ != nullptr && sampler_->active()) {
       sampler_->Sample(stream, layer, selection_->lists());
       sampled_.insert(rows);
     }
@@ -385,13 +388,14 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
   // Rows that are updated in turn may be divided anywhere. A sequence's rows that are updated
   // together may not, and how a step's rows are divided among sequences is not known here.
   const bool divides = options_.ess.lru || options_.rows_per_sequence == 1;
-  const int32_t half = overlap == Overlap::kDba && divides ? rows / 2 : 0;
+  // A part of a step is not divided again.
+  const int32_t half = overlap == Overlap::kDba && divides && !a.part() ? rows / 2 : 0;
   if (half > 0) {
     select(0, half);
     early.After(stream);
     FetchMisses(early, layer, a, 0, half);
   }
-  select(half, rows - half);
+  select(first_row + half, rows - half);
   if (append_later_.has_value()) kernels().LatentAppend(stream, *append_later_);
   append_later_.reset();
   if (overlap != Overlap::kNone) {
@@ -400,7 +404,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
     a.make_queries(work);
     stream.After(work);
   }
-  const bool fetches = FetchMisses(stream, layer, a, half, rows - half);
+  const bool fetches = FetchMisses(stream, layer, a, first_row + half, rows - half);
   if (half > 0) stream.After(early);  // This too waits for a transfer, which has begun by then.
   done(Stage::kFetched);
   if (overlap == Overlap::kNone) a.make_queries(work);
@@ -421,8 +425,9 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
     Stream& settling = SettlingBranch(stream);
     settling.After(stream);
     kernels().UpdateResidency(settling, operators_.UpdateRunnersUp(layer, a));
-    Fetch(settling, operators_.FetchRunnersUp(layer, rows));
+    Fetch(settling, operators_.FetchRunnersUp(layer, first_row, rows));
   }
+  if (!a.last_part()) return;
   if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
   Stream& settling = SettlingBranch(stream);
   settling.After(stream);
@@ -452,7 +457,9 @@ void EssPolicy::AttendLatent(Stream& stream, int layer, const Params& a) {
   } else {
     a.make_queries(stream);
   }
-  if (a.rows > a.decode_rows) AttendPrompt(stream, layer, a);
+  if (a.rows == a.decode_rows) return;
+  SLUICE_CHECK(!a.part(), "a step with rows of prompts comes whole");
+  AttendPrompt(stream, layer, a);
 }
 
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyOptions& given) {

@@ -105,8 +105,8 @@ kernels::UpdateResidencyParams StepOperators::UpdateResidency(int layer,
 
 kernels::UpdateResidencyParams StepOperators::UpdateRunnersUp(
     int layer, const LatentAttention::Params& a) const {
-  kernels::UpdateResidencyParams update =
-      UpdateInto(ahead_, 0, layer, a, 0, a.decode_rows, selection_->runners_up(layer));
+  kernels::UpdateResidencyParams update = UpdateInto(ahead_, a.first_row, layer, a, a.first_row,
+                                                     a.decode_rows, selection_->runners_up(layer));
   update.speculative = true;
   return update;
 }
@@ -133,8 +133,9 @@ kernels::TransferParams StepOperators::Fetch(int layer, int32_t first, int32_t r
   return move;
 }
 
-kernels::TransferParams StepOperators::FetchRunnersUp(int layer, int32_t rows) const {
-  kernels::TransferParams move = Move(ahead_, layer, 0, rows);
+kernels::TransferParams StepOperators::FetchRunnersUp(int layer, int32_t first,
+                                                      int32_t rows) const {
+  kernels::TransferParams move = Move(ahead_, layer, first, rows);
   move.max_workers = kPrefetchWorkers;
   return move;
 }
@@ -161,13 +162,14 @@ kernels::SparseMlaParams StepOperators::Attention(const LatentAttention::Params&
 
 kernels::SparseMlaParams StepOperators::AttendPool(int layer,
                                                    const LatentAttention::Params& a) const {
-  kernels::SparseMlaParams attend = Attention(a, 0, a.decode_rows);
+  const int64_t first = a.first_row, units = first * lists_.capacity;
+  kernels::SparseMlaParams attend = Attention(a, a.first_row, a.decode_rows);
   attend.decode_rows = a.decode_rows;
   attend.cache = tier_->Pool(layer);
-  attend.entries = lists_.resident.as<int32_t>();
-  attend.counts = lists_.resident_counts.as<int32_t>();
-  attend.then_entries = lists_.arriving.as<int32_t>();
-  attend.then_counts = lists_.arriving_counts.as<int32_t>();
+  attend.entries = lists_.resident.as<int32_t>() + units;
+  attend.counts = lists_.resident_counts.as<int32_t>() + first;
+  attend.then_entries = lists_.arriving.as<int32_t>() + units;
+  attend.then_counts = lists_.arriving_counts.as<int32_t>() + first;
   attend.other_o = o_.as<float>();
   attend.other_lse = lse_.as<float>();
   return attend;

@@ -37,7 +37,7 @@ class StepOperators {
   // The same two for the decode rows' runners-up, which are fetched for the next step. They use
   // lists of their own, which all layers share. REQUIRES: the option `prefetch` is above 0.
   kernels::UpdateResidencyParams UpdateRunnersUp(int layer, const LatentAttention::Params& a) const;
-  kernels::TransferParams FetchRunnersUp(int layer, int32_t rows) const;
+  kernels::TransferParams FetchRunnersUp(int layer, int32_t first, int32_t rows) const;
   // AttendPool: attention of the decode rows over both of their lists of places. AttendHome:
   // attention of the other rows, over what they have selected in the home.
   kernels::SparseMlaParams AttendPool(int layer, const LatentAttention::Params& a) const;

@@ -187,7 +187,8 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     device_->kernels().Attention(stream, params);
   }
 
-  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override {
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params,
+                    int32_t /*first_row*/) override {
     params.cache = LayerLatents(layer);
     params.place_of = {};  // an entry is where its position says
     params.written = nullptr;
