@@ -36,6 +36,9 @@ EngineImpl::EngineImpl(const Options& options, const Parts& parts,
   if (parts_.drafter != nullptr) {
     row_tokens_.reserve(static_cast<size_t>(parts_.model->max_rows()));
     learnt_.reserve(options_.draft_tokens);
+    accepted_.assign(options_.draft_tokens, 0);
+    if (options_.limit_drafts) draft_limit_.emplace(static_cast<int>(options_.draft_tokens));
+    parts_.metrics->draft_limit.Set(DraftsNow());
     parts_.metrics->SetDraftTokens(static_cast<int>(options_.draft_tokens));
   }
   running_.reserve(options.max_sequences);

@@ -87,6 +87,8 @@ class Engine : public Generator {
     uint64_t seed = 0;
     // Maximum drafts of a sequence in a step, where there is a drafter.
     uint32_t draft_tokens = 0;
+    // Fewer of them where they make steps longer than they are worth (draft_limit.h).
+    bool limit_drafts = false;
     int halves_from = 0;  // BatchState::Options::halves_from
     absl::Duration transfer_wait = absl::Seconds(60);
     absl::Duration slow_reader_timeout = absl::Seconds(30);

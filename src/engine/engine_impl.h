@@ -9,6 +9,7 @@
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "src/base/readiness.h"
 #include "src/base/rng.h"
 #include "src/engine/batch_state.h"
+#include "src/engine/draft_limit.h"
 #include "src/engine/engine.h"
 #include "src/engine/inbox.h"
 #include "src/engine/sequence.h"
@@ -66,6 +68,8 @@ class EngineImpl : public Engine {
     std::vector<Sampled> sampled;    // in the order of the plan's sampling rows
     std::vector<Sequence*> members;  // every sequence that has a row
     bool drafts = false;             // whether a row is a draft
+    bool decodes = false;            // whether all rows choose tokens
+    int draft_limit = 0;             // drafts that a sequence might bring
   };
 
   absl::Status CheckRequest(const Request& request) const;
@@ -118,6 +122,10 @@ class EngineImpl : public Engine {
   // Speculation (speculation.cc).
   // Returns whether the next step must wait for the results of those under way.
   bool MustReadFirst();
+  // Returns how many drafts each sequence may bring to the next step.
+  int DraftsNow() const;
+  // Tells draft_limit_ of a step that ended at `now`.
+  void LearnLimit(const Step& step, absl::Time now);
   // Returns how many drafts the sequence may have behind its next token.
   int MostDrafts(const Sequence& sequence) const;
   // Asks for drafts of a runnable sequence, for which it makes rows writable, and returns how many
@@ -232,8 +240,10 @@ class EngineImpl : public Engine {
   uint64_t next_ticket_ = 1;
   Event* cold_ = nullptr;  // event of a slot that was not warm in the newest plan
   StepPlan plan_;
-  std::vector<int32_t> row_tokens_;  // of plan_, where there is a drafter
-  std::vector<int32_t> learnt_;      // scratch of LearnDrafts
+  std::vector<int32_t> row_tokens_;        // of plan_, where there is a drafter
+  std::vector<int32_t> learnt_;            // scratch of LearnDrafts
+  std::optional<DraftLimit> draft_limit_;  // null: always options_.draft_tokens
+  std::vector<int> accepted_;  // sequences of the step whose draft was accepted, by position
   uint64_t launched_steps_ = 0;
   uint64_t completed_steps_ = 0;
   StepTimes times_;

@@ -18,11 +18,16 @@
 
 namespace sluice {
 
+int EngineImpl::DraftsNow() const {
+  return draft_limit_.has_value() ? draft_limit_->Of(static_cast<int>(running_.size()))
+                                  : static_cast<int>(options_.draft_tokens);
+}
+
 int EngineImpl::MostDrafts(const Sequence& sequence) const {
   if (sequence.drafter == nullptr || !sequence.prompt_ended) return 0;
   // The row of the last draft chooses a token too.
   const int64_t left = sequence.total() - sequence.length - 1;
-  return static_cast<int>(std::min<int64_t>(options_.draft_tokens, left));
+  return static_cast<int>(std::min<int64_t>(DraftsNow(), left));
 }
 
 bool EngineImpl::MustReadFirst() {
@@ -73,6 +78,19 @@ void EngineImpl::LearnDrafts(Sequence& sequence, int buffer, int index) {
     learnt_.push_back(draft);
   }
   sequence.drafter->Learn(sequence.tokens, learnt_);
+}
+
+void EngineImpl::LearnLimit(const Step& step, absl::Time now) {
+  if (draft_limit_.has_value() && step.decodes) {
+    // A step with drafts begins when the host has read the one before, so that is in its time. A
+    // longer pause is not: there was nothing to do.
+    constexpr absl::Duration kPause = absl::Milliseconds(5);
+    const bool paused = step.launched > last_completed_ + kPause;
+    draft_limit_->Note(static_cast<int>(step.sampled.size()), step.draft_limit, accepted_,
+                       now - (paused ? step.launched : last_completed_));
+    parts_.metrics->draft_limit.Set(DraftsNow());
+  }
+  std::fill(accepted_.begin(), accepted_.end(), 0);
 }
 
 void EngineImpl::FillRowTokens() {

@@ -192,6 +192,8 @@ void EngineImpl::EnterStep(uint64_t number, Step* step) {
   step->sampled.clear();
   step->members.clear();
   step->drafts = false;
+  step->decodes = true;
+  step->draft_limit = parts_.drafter == nullptr ? 0 : DraftsNow();
   for (const PlanRow& row : plan_.rows) {
     Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
     sequence.cached += row.rehearsal ? 0 : row.count - row.drafts;
@@ -202,6 +204,7 @@ void EngineImpl::EnterStep(uint64_t number, Step* step) {
     sequence.last_step = number;
     ++sequence.in_flight;
     step->members.push_back(&sequence);
+    step->decodes = step->decodes && row.sample && row.count == 1 + row.drafts;
     if (!row.sample) continue;
     ++sequence.length;
     step->sampled.push_back({&sequence, results, row.drafts});
@@ -286,6 +289,7 @@ void EngineImpl::EmitResults(const Step::Sampled& sampled, int buffer, absl::Tim
     const bool accepted = i < sampled.drafts && sequence.drafts[static_cast<size_t>(i)] == token.id;
     if (accepted) {
       ++sequence.accepted;
+      ++accepted_[static_cast<size_t>(i)];
       parts_.metrics->AcceptedDraft(i);
     }
     if (!Emit(sequence, token, exact, now)) return;
@@ -325,6 +329,7 @@ void EngineImpl::CountStep(const Step& step, int buffer, absl::Time now) {
   }
   parts_.metrics->step_seconds(StepPhase::kEmit).Observe(end - now);
   parts_.metrics->step_seconds(StepPhase::kTotal).Observe(end - began);
+  if (parts_.drafter != nullptr) LearnLimit(step, now);
   last_completed_ = now;
 }
 

@@ -253,6 +253,11 @@ inline constexpr Metric kDroppedDrafts{
     "Times that a model's draft layer gave no usable draft, because its logits were not finite",
     ""};
 
+inline constexpr Metric kDraftLimit{
+    "sluice_draft_limit", Type::kGauge,
+    "Drafts that each sequence may bring to a step now, by what steps with more and fewer gave",
+    ""};
+
 // Speculative decoding, under the names that vLLM's counters have at its endpoint.
 inline constexpr Metric kVllmDrafts{"vllm:spec_decode_num_drafts_total", Type::kCounter,
                                     "Times that a step verified drafts of a sequence", ""};
@@ -313,6 +318,7 @@ inline constexpr const Metric* kAll[] = {
     &kQueueSeconds,
     &kSlowReaders,
     &kDroppedDrafts,
+    &kDraftLimit,
     &kMalformedTraceHeaders,
     &kSpansExported,
     &kSpansDropped,

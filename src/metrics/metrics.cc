@@ -153,6 +153,7 @@ Metrics::Metrics()
       queue_seconds(registry_->MakeHistogram(names::kQueueSeconds, LongSeconds())),
       slow_readers(registry_->MakeCounter(names::kSlowReaders)),
       dropped_drafts(registry_->MakeCounter(names::kDroppedDrafts)),
+      draft_limit(registry_->MakeGauge(names::kDraftLimit)),
       malformed_trace_headers(registry_->MakeCounter(names::kMalformedTraceHeaders)),
       spans_exported(registry_->MakeCounter(names::kSpansExported)),
       kv_event_batches(registry_->MakeCounter(names::kKvEventBatches)),

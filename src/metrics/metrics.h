@@ -218,6 +218,7 @@ class Metrics {
   const Histogram queue_seconds;
   const Counter slow_readers;
   const Counter dropped_drafts;
+  const Gauge draft_limit;
   const Counter malformed_trace_headers;
   const Counter spans_exported;
   const Counter kv_event_batches;

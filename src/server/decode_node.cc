@@ -219,6 +219,7 @@ absl::Status DecodeNode::StartEngine() {
   drafter_ = NewDrafter(config_);
   parts.drafter = drafter_.get();
   options.draft_tokens = static_cast<uint32_t>(DraftTokensOf(config_));
+  options.limit_drafts = config_.speculation_adaptive();
   if (config_.trace_steps() > 0) {
     recorder_ = std::make_unique<StepRecorder>(config_.trace_steps());
     parts.trace = recorder_.get();

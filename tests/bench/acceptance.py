@@ -90,7 +90,8 @@ def main() -> int:
     plain = answers(args, prompts)
     print("| drafts | kind | tokens | drafted | accepted | tokens/step |\n| --- | --- | --- | --- | --- | --- |")
     for count in args.tokens.split(","):
-        found = answers(args, prompts, "--speculation", "ngram", "--speculation-tokens", count)
+        found = answers(args, prompts, "--speculation", "ngram", "--speculation-tokens", count,
+                        "--speculation-adaptive=false")
         all_tokens = all_accepted = same = 0
         for kind, got in found.items():
             same += sum(ids == want for (ids, _), (want, _) in zip(got, plain[kind]))

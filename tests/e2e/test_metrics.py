@@ -404,7 +404,8 @@ def test_exactly_the_names_of_the_header_are_exported_and_each_has_moved(scene, 
         "sluice_attention_worker", "sluice_selected_", "sluice_missed_", "sluice_fetched_", "sluice_selecting_",
         "sluice_link_", "sluice_resident_", "sluice_ess_", "sluice_rehearsed_", "vllm:spec_decode_", "sluice_otel_",
         "sluice_kv_event"))}
-    engine = {"sluice_preemptions_total", "sluice_preempted_seconds", "sluice_dropped_drafts_total"}
+    engine = {"sluice_preemptions_total", "sluice_preempted_seconds", "sluice_dropped_drafts_total",
+              "sluice_draft_limit"}
     assert still - moved == engine | sparse
 
 

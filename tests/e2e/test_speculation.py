@@ -6,7 +6,7 @@ from support.metrics_text import Scrape, wait_for
 from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, greedy, run, sluice_json, tokens_of
 
 FLAGS = ["--max-context", "512", "--hbm-bytes", "16MiB", "--dram-bytes", "16MiB", "--local-prefill", "always"]
-NGRAM = ["--speculation", "ngram", "--speculation-tokens", "4"]
+NGRAM = ["--speculation", "ngram", "--speculation-tokens", "4", "--speculation-adaptive=false"]
 # A model of random weights falls into a loop, which the drafter sees.
 PROMPT = [7, 8, 9] * 12
 

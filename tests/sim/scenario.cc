@@ -144,6 +144,7 @@ void DrawOffloadedDrafts(NodeSpec* node) {
   if (OneIn(random, 2)) return;
   const bool stays = node->policy.name == "ess" && node->policy.ess.lru;
   node->engine.draft_tokens = static_cast<uint32_t>(Between(random, 1, stays ? 4 : 3));
+  node->engine.limit_drafts = true;
   node->ngram = OneIn(random, 3);
   node->policy.ess.prefetch = 0;  // is refused
 }
@@ -170,6 +171,7 @@ void DrawSpeculation(NodeSpec* node) {
   if (OneIn(random, 3)) return;
   node->engine.draft_tokens =
       static_cast<uint32_t>(OneIn(random, 6) ? kernels::kMaxNewTokens - 1 : Between(random, 1, 4));
+  node->engine.limit_drafts = true;
   node->ngram = OneIn(random, 3);
   node->device_drafts = node->top_k > 0 && node->engine.draft_tokens <= kernels::kMaxDeviceDrafts &&
                         !OneIn(random, 4);
