@@ -99,19 +99,6 @@ absl::Status BatchState::AllocateAll() {
                   device_->kernels().SampleScratchBytes(vocab_), "sampling scratch");
 }
 
-BatchState::Results BatchState::ResultsAt(const Buffer& buffer, int rank) const {
-  Results r{};
-  uint8_t* const first = buffer.as<uint8_t>() + rank * result_bytes();
-  auto* const ids = reinterpret_cast<int32_t*>(first);
-  auto* const values = reinterpret_cast<float*>(first);
-  r.tokens = ids;
-  r.logprobs = values + max_samples_;
-  r.top_ids = ids + 2 * int64_t{max_samples_};
-  r.top_logprobs = values + int64_t{max_samples_} * (2 + kMaxTopLogprobs);
-  r.drafts = ids + int64_t{max_samples_} * (2 + 2 * kMaxTopLogprobs);
-  return r;
-}
-
 void BatchState::Join(Stream& stream, int slot, absl::Span<const int32_t> tokens,
                       const SamplingParams& params, uint64_t seed, int32_t prompt_length,
                       absl::Span<const int32_t> stop_ids) {
@@ -364,32 +351,6 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
                 host_results_[b].bytes());
   }
   stream.Record(*marks.end);
-}
-
-OutputToken BatchState::Result(int buffer, int index, std::optional<uint32_t> logprobs) const {
-  const auto b = static_cast<size_t>(buffer);
-  int rank = 0;
-  if (ranks_ != nullptr) {
-    const RankRows::Place place = places_[b].at(static_cast<size_t>(index));
-    rank = place.rank;
-    index = place.index;
-  }
-  const Results results = ResultsAt(host_results_[b], rank);
-  OutputToken token;
-  token.id = results.tokens[index];
-  if (!logprobs.has_value()) return token;
-  token.logprob = results.logprobs[index];
-  const int64_t first = int64_t{index} * kMaxTopLogprobs;
-  for (int64_t i = first; i < first + *logprobs; ++i) {
-    token.top_logprobs.emplace_back(results.top_ids[i], results.top_logprobs[i]);
-  }
-  return token;
-}
-
-int32_t BatchState::DraftAfter(int buffer, int index, int draft) const {
-  SLUICE_CHECK(device_drafts_ != nullptr && draft < draft_tokens_);
-  const auto b = static_cast<size_t>(buffer);
-  return ResultsAt(host_results_[b]).drafts[int64_t{draft} * draft_stride_[b] + index];
 }
 
 }  // namespace sluice

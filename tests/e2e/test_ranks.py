@@ -47,6 +47,7 @@ def answers(node):
     ("tiny-llama", 2, ("--policy", "recall", "--budget-tokens", "64")),
     ("tiny-llama", 2, ("--policy", "hgca", "--hgca-window-tokens", "64")),
     ("tiny-deepseek-v32", 2, ()), ("tiny-deepseek-v32-fp8", 4, ()),
+    ("tiny-deepseek-v32", 2, ("--expert-overlap", "1")),
     ("tiny-deepseek-v32", 4, ("--policy", "ess", "--ess-sparse-memory-ratio", "0.3")),
 ])
 def test_ranks_answer_as_one_node(name, size, flags, ranks, start, tiny_models):

@@ -249,6 +249,7 @@ void Ess(PolicyOptions& options) {
   options.name = "ess";
   options.ess.sparse_memory_ratio = 0.2;
   options.ess.least_places = 0;
+  options.ess.prefetch = 8;
 }
 
 double Apart(const std::vector<float>& got, const std::vector<float>& want) {

@@ -47,14 +47,16 @@ __device__ __forceinline__ float SiluTimes(float gate, float up) {
   return gate / (1.0f + expf(-gate)) * up;
 }
 
-// The grid is (ceil(dim / kTile), rows). The kernel moves 8 + 2 bytes (bf16) per element.
+// The grid is ceil(dim / kTile) blocks for each row, one row behind the other: ranks that divide
+// experts have more rows than a grid's y holds. The kernel moves 8 + 2 bytes (bf16) per element.
 // Measured (as above, dim 12288): 1.0 us at 1 row, 1.2 at 8, 2.3 at 64, whose bytes would take
 // 3.2 us from HBM: they are in L2.
 __global__ void __launch_bounds__(kThreads) SiluMulKernel(SiluMulParams p, bool aligned) {
   LetNextKernelStart();
   WaitForPriorKernels();
-  const int64_t row = blockIdx.y;
-  const int i = blockIdx.x * kTile + 4 * threadIdx.x;
+  const unsigned tiles = (p.dim + kTile - 1) / kTile;
+  const int64_t row = blockIdx.x / tiles;
+  const int i = static_cast<int>(blockIdx.x % tiles) * kTile + 4 * threadIdx.x;
   const float* gates = p.gate_up + row * 2 * p.dim;
   const float4 gate = Load4(gates, i, p.dim, aligned);
   const float4 up = Load4(gates + p.dim, i, p.dim, aligned);
@@ -80,11 +82,13 @@ cudaError_t LaunchEmbedding(const EmbeddingParams& p, cudaStream_t stream) {
 }
 
 cudaError_t LaunchSiluMul(const SiluMulParams& p, cudaStream_t stream) {
-  if (p.rows < 0 || p.rows > kMaxRows || p.dim < 1) return cudaErrorInvalidValue;
+  if (p.rows < 0 || p.dim < 1) return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
   const bool aligned = p.dim % 4 == 0 && AreAligned(16, p.gate_up, p.out);
-  const dim3 grid((p.dim + kTile - 1) / kTile, p.rows);
-  return LaunchKernel(SiluMulKernel, grid, kThreads, 0, stream, p, aligned);
+  const int64_t blocks = int64_t{p.rows} * ((p.dim + kTile - 1) / kTile);
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  return LaunchKernel(SiluMulKernel, static_cast<unsigned>(blocks), kThreads, 0, stream, p,
+                      aligned);
 }
 
 }  // namespace sluice::kernels::cuda

@@ -143,7 +143,7 @@ bool Takes(int32_t dim, int32_t choices, int32_t ranks, int32_t experts_each, DT
 
 cudaError_t LaunchPackRows(const PackRowsParams& p, cudaStream_t stream) {
   if (!Takes(p.dim, p.choices, p.ranks, p.experts_each, p.x_type, p.type) || p.rows < 0 ||
-      p.rows > p.capacity || !AreAligned(16, p.x, p.units)) {
+      p.rows > p.capacity || !AreAligned(8, p.x) || !AreAligned(16, p.units)) {
     return cudaErrorInvalidValue;
   }
   const cudaError_t error =

@@ -1,5 +1,5 @@
 // Launches of the operators of kernels/exchange_params.h. Each returns cudaErrorInvalidValue for
-// sizes that it does not take: `dim` is a multiple of 4, rows are bf16, and the arrays begin at
+// sizes that it does not take: `dim` is a multiple of 4, rows are bf16, and arrays begin at
 // multiples of 16 bytes.
 #pragma once
 

@@ -19,7 +19,6 @@ constexpr int kFewExperts = 256;  // experts of a router that takes the small in
 constexpr int kMaxExperts = 512;
 constexpr int kMaxChosen = kWarpSize;  // one choice a lane
 constexpr int kMaxPairThreads = 1024;
-constexpr int kMaxRows = 65535;  // the grid's y has 16 bits
 
 // A row's scores in shared memory. A word is left out after every 32, so that lanes that read
 // groups of 32 experts meet in few banks.
@@ -247,15 +246,16 @@ constexpr int kCombineThreads = 256;
 constexpr int kCombineTile = 4 * kCombineThreads;  // elements of a row per block
 constexpr int kAtOnce = 8;                         // results of experts in flight together
 
-// The grid is (ceil(dim / kCombineTile), rows). The kernel moves 4 bytes per element of each
-// expert's result and 8 of the row: at k 8, dim 7168 and 64 rows 18 MB, 4 us of HBM, less the
-// part that L2 still has. Measured (H200, launches one after the other in a graph): 1.8 us at 1
-// row, 4.4 at 64, 47 at 512.
+// The grid is ceil(dim / kCombineTile) blocks for each row, one row behind the other. The kernel
+// moves 4 bytes per element of each expert's result and 8 of the row: at k 8, dim 7168 and 64 rows
+// 18 MB, 4 us of HBM, less the part that L2 still has. Measured (H200, launches one after the other
+// in a graph): 1.8 us at 1 row, 4.4 at 64, 47 at 512.
 __global__ void __launch_bounds__(kCombineThreads) CombineKernel(CombineParams p, bool aligned) {
   LetNextKernelStart();
   WaitForPriorKernels();
-  const int64_t row = blockIdx.y;
-  const int i = blockIdx.x * kCombineTile + 4 * threadIdx.x;
+  const unsigned tiles = (p.dim + kCombineTile - 1) / kCombineTile;
+  const int64_t row = blockIdx.x / tiles;
+  const int i = static_cast<int>(blockIdx.x % tiles) * kCombineTile + 4 * threadIdx.x;
   if (i >= p.dim) return;
   const int32_t* chosen = p.chosen + row * p.k;
   const float* weights = p.weights + row * p.k;
@@ -310,11 +310,13 @@ cudaError_t LaunchRoutePairs(const RouteParams& p, cudaStream_t stream) {
 }
 
 cudaError_t LaunchCombine(const CombineParams& p, cudaStream_t stream) {
-  if (p.rows < 0 || p.rows > kMaxRows || p.k < 0 || p.dim < 1) return cudaErrorInvalidValue;
+  if (p.rows < 0 || p.k < 0 || p.dim < 1) return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
   const bool aligned = p.dim % 4 == 0 && AreAligned(16, p.y, p.out);
-  const dim3 grid((p.dim + kCombineTile - 1) / kCombineTile, p.rows);
-  return LaunchKernel(CombineKernel, grid, kCombineThreads, 0, stream, p, aligned);
+  const int64_t blocks = int64_t{p.rows} * ((p.dim + kCombineTile - 1) / kCombineTile);
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  return LaunchKernel(CombineKernel, static_cast<unsigned>(blocks), kCombineThreads, 0, stream, p,
+                      aligned);
 }
 
 }  // namespace sluice::kernels::cuda
