@@ -157,7 +157,7 @@ void DivideMemory(const Config& config, MemoryFound* found) {
   found->host.total_bytes /= RanksOf(config);
   found->host.available_bytes /= RanksOf(config);
   struct statvfs shared {};
-  if (RanksOf(config) == 1 || statvfs("/dev/shm", &shared) != 0) return;
+  if (RanksOf(config) == 1 || DividesExperts(config) || statvfs("/dev/shm", &shared) != 0) return;
   found->shared_bytes = static_cast<int64_t>(shared.f_bavail) *
                         static_cast<int64_t>(shared.f_frsize) / RanksOf(config);
 }

@@ -41,7 +41,7 @@ std::vector<int> CpusOfRank(std::vector<Cpu> cpus, int rank, int ranks);
 // host do not compute on each other's. Where there are fewer cpus than ranks, a rank computes with
 // one thread unless `threads` says otherwise.
 void DivideCpus(Config* config);
-// Leaves a rank its share of the host's memory, and of /dev/shm.
+// Leaves a rank its share of the host's memory, and of /dev/shm where DRAM lies there.
 void DivideMemory(const Config& config, MemoryFound* found);
 
 // A rank has these beside what a node has that is alone.

@@ -51,6 +51,11 @@ TEST_CASE("ranks divide the host's memory") {
   CHECK(found.host.total_bytes == 1000);
   CHECK(found.host.available_bytes == 500);
   CHECK(found.shared_bytes.has_value());
+  config.set_tensor_parallel(1);
+  config.set_expert_parallel(4);
+  MemoryFound experts;
+  DivideMemory(config, &experts);
+  CHECK(!experts.shared_bytes.has_value());
 }
 
 TEST_CASE("ranks share prefixes, and draft nothing where that is left to them") {

@@ -1,0 +1,144 @@
+// Pages of a divided model: the pools of other ranks have rank 0's pages, and chunks land where
+// each rank has its heads.
+#include <cstring>
+
+#include "src/kv/chunk_landing.h"
+#include "src/kv/sequence_cache.h"
+#include "tests/test_main.h"
+#include "tests/unit/kv/transfer_support.h"
+
+namespace sluice {
+namespace {
+
+TEST_CASE("a pool that follows rank 0's has the same pages, whoever else has them") {
+  const auto leads = MakePool("dram", TwoKinds(), 64 << 10);
+  const auto follows = MakePool("dram", TwoKinds(), 64 << 10);
+  follows->FollowRankZero();
+  CHECK(follows->follows());
+  // Rank 0's pool has holes, and another's pages in front.
+  auto first = std::make_unique<SequenceCache>(leads.get(), leads->TryReserve(24));
+  first->EnsureTokens(24);
+  SequenceCache second(leads.get(), leads->TryReserve(40));
+  second.EnsureTokens(9);
+  first.reset();
+  second.EnsureTokens(33);
+  const auto same = [](const SequenceCache& a, const SequenceCache& b) {
+    for (int layer = 0; layer < 2; ++layer) {
+      for (size_t kind = 0; kind < 2; ++kind) {
+        if (a.Pages(layer, kind) != b.Pages(layer, kind)) return false;
+      }
+    }
+    return true;
+  };
+  {
+    const auto copy = SequenceCache::OfRankZero(follows.get(), second.Describe());
+    CHECK(same(*copy, second));
+    CHECK(copy->Covers(40));
+    CHECK(copy->Lacks(41) != TokensByKind(0));
+    // Two sequences may have one page, as where they share a prefix.
+    HomePages shared = second.Describe();
+    shared.shared_tokens = 8;
+    const auto other = SequenceCache::OfRankZero(follows.get(), shared);
+    CHECK(other->shared_tokens() == 8);
+    CHECK(same(*other, second));
+    // What a cache takes later is what was chosen for it.
+    SequenceCache later(follows.get(), follows->TryReserve(33));
+    follows->ChoosePages(second.Describe().pages);
+    later.EnsureTokens(33);
+    const std::vector<int32_t>& all = second.Pages(1, 0);
+    CHECK(later.Pages(1, 0) == std::vector<int32_t>(all.begin(), all.begin() + 9));
+  }
+  CHECK(follows->UsageOf(0).reserved_bytes == 0);
+  CHECK(follows->UsageOf(0).used_bytes == 0);
+}
+
+// Returns a rank's layout: it has one of the model's two heads.
+CacheLayout OneHead() {
+  CacheKind kv;
+  kv.name = "kv";
+  kv.heads = 1;
+  kv.block_tokens = 4;
+  kv.SetEqualParts(2, 16);
+  return {2, {kv}};
+}
+
+TEST_CASE("chunks land in the pools of the ranks that have their heads") {
+  // Three ranks: the first head is on rank 0, the second on ranks 1 and 2.
+  std::vector<std::unique_ptr<PagePool>> ranks;
+  for (int rank = 0; rank < 3; ++rank) ranks.push_back(MakePool("dram", OneHead(), 64 << 10));
+  const auto distance = [&](size_t rank) { return ranks[rank]->base(0) - ranks[0]->base(0); };
+  HeadPlaces places;
+  places.layout = OneHead();
+  places.layout.kinds[0].heads = 2;
+  places.places = {{{0, {0}}, {0, {distance(1), distance(2)}}}};
+  const auto hbm = MakePool("hbm", OneHead(), 64 << 10);
+  ManualClock clock;
+  TransferTable::Options options;
+  options.model_fingerprint = "f00d";
+  options.vocab_size = 100;
+  options.max_context = 1000;
+  options.footprint = [](int64_t context, int64_t total) { return Footprint{context, total}; };
+  options.places = places;
+  int waits = 0;
+  options.await_free_pages = [&] {
+    ++waits;
+    return absl::OkStatus();
+  };
+  TransferTable table(options, ranks[0].get(), hbm.get(), &clock);
+  CHECK(table.layout().kinds[0].heads == 2);
+
+  Manifest manifest;
+  manifest.model_fingerprint = "f00d";
+  manifest.cache_kinds = places.layout.kinds;
+  manifest.context_length = 6;  // a block and a half
+  manifest.prompt_token_ids.assign(6, 5);
+  manifest.max_new_tokens = 4;
+  const auto reserved = table.Reserve(manifest);
+  REQUIRE(reserved.ok());
+  CHECK(waits == 1);
+  const auto land = [&](uint32_t layer, uint32_t heads, uint8_t add) {
+    // Each byte says which head of which token of which layer it is of.
+    std::vector<uint8_t> payload;
+    for (uint32_t begin = 0; begin < 6; begin += 4) {
+      for (uint32_t head = 2 - heads; head < 2; ++head) {
+        for (int part = 0; part < 2; ++part) {
+          for (uint32_t token = begin; token < std::min(begin + 4, 6u); ++token) {
+            payload.insert(payload.end(), 8, uint8_t(layer * 100 + head * 50 + token + add));
+          }
+        }
+      }
+    }
+    const ChunkHeader header{reserved->transfer_id, layer, "kv", 2 - heads, 2, 0, 6,
+                             Crc32c(payload)};
+    auto landing = table.BeginChunk(header, payload.size());
+    if (!landing.ok()) return landing.status();
+    (*landing)->Append(payload);
+    return (*landing)->Finish().status();
+  };
+  REQUIRE(land(0, 2, 0).ok());
+  REQUIRE(land(1, 1, 0).ok());  // the second head alone
+  CHECK(table.BlocksMissing(reserved->transfer_id) == 2);
+  REQUIRE(land(1, 2, 0).ok());
+  REQUIRE(table.Commit(reserved->transfer_id, {}, nullptr).ok());
+  HandoffRef ref;
+  ref.transfer_id = reserved->transfer_id;
+  const auto attached = table.Attach(ref);
+  REQUIRE(attached.ok());
+  auto ready = table.TakeReady(*attached);
+  REQUIRE((ready.ok() && ready->has_value()));
+  const SequenceCache& home = *(*ready)->home;
+  for (int layer = 0; layer < 2; ++layer) {
+    for (const auto& [rank, head] : {std::pair{0, 0}, {1, 1}, {2, 1}}) {
+      for (int token = 0; token < 6; ++token) {
+        const int32_t page = home.Pages(layer, 0)[static_cast<size_t>(token / 4)];
+        const uint8_t* const block = ranks[static_cast<size_t>(rank)]->PageAddress(0, page);
+        const int want = layer * 100 + head * 50 + token;
+        CHECK(int{block[token % 4 * 8]} == want);
+        CHECK(int{block[4 * 8 + token % 4 * 8 + 7]} == want);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice
