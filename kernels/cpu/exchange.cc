@@ -1,4 +1,5 @@
-// Rows to other ranks' experts and back, for every path: they are copied, and at most rounded.
+// These take rows to other ranks' experts and bring sums back, for every path: rows are copied, and
+// at most rounded.
 #include <cstring>
 
 #include "kernels/cpu/cpu_tables.h"

@@ -1,3 +1,4 @@
+// These are rows to other ranks' experts and back, as plainly as their contract reads.
 #include <algorithm>
 #include <cstring>
 

@@ -81,7 +81,8 @@ class ExpertStage {
   Buffer gate_up_;    // float32 [rows * k][2 * intermediate]
   Buffer activated_;  // activation [rows * k][intermediate]
   Buffer results_;    // float32 [rows * k][hidden]
-  // Of a whole step or its first half, and of the second half; null where there is none.
+  // The first serves a whole step or its first half, the other the second half. Each is null where
+  // it is not needed.
   std::array<std::unique_ptr<RowExchange>, 2> exchanges_;
 };
 

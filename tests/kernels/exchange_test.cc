@@ -1,4 +1,4 @@
-// Rows to other ranks' experts and back: PackRows, UnpackRows, AddParts.
+// These tests are of rows to other ranks' experts and back: PackRows, UnpackRows, AddParts.
 #include "tests/kernels/latent_support.h"
 
 namespace sluice::kernels {
@@ -23,7 +23,7 @@ std::string NameOf(const ExchangeCase& c) {
          std::to_string(c.ranks) + " ranks";
 }
 
-// What a path makes of rows, all as it lies in memory.
+// This is all that a path makes of rows, as it lies in memory.
 struct Packed {
   Packed(const ExchangeCase& c, DType type)
       : units(int64_t{c.ranks} * c.capacity * RowUnitOf(c.dim, c.choices, type).bytes),

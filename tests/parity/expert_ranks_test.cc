@@ -35,7 +35,7 @@ using Divided = Teacher::Divided;
 
 constexpr int kTokens = 8;  // that are generated behind the prompt
 
-// What a rank does in the steps of a test: a prompt of its own in chunks of its own, and tokens.
+// A rank does this in the steps of a test: a prompt of its own in chunks of its own, then tokens.
 struct RankWork {
   std::vector<int32_t> prompt;  // empty: the rank has no sequence
   int chunk = 0;
@@ -189,7 +189,7 @@ void CheckRanks(const std::string& name, int size, const Teacher::Choose& choose
     for (size_t i = 0; i < kTokens; ++i) {
       const std::vector<float> got = answers.Row(rank, i), want = answers.Row(size + rank, i);
       worst = std::max(worst, RelativeError(got, want));
-      // What fp8 rounds may change the choice between tokens that are near.
+      // The rounding to e4m3 may change the choice between tokens that are near.
       if (divided != Divided::kExpertsByFp8) CHECK(Best(got) == Best(want));
     }
   }

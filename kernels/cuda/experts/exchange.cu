@@ -1,6 +1,6 @@
-// Rows on their way to the ranks of their experts, and the sums that come back. All of it is
-// copies: the bytes of a step are few, and the time of each kernel is its latency. Nothing here has
-// been measured yet.
+// These kernels take rows to the ranks of their experts and add the sums that come back. All of it
+// is copies: the bytes of a step are few, and the time of each kernel is its latency. Nothing here
+// has been measured yet.
 #include "kernels/cuda/experts/exchange.h"
 
 #include <cuda_fp16.h>
