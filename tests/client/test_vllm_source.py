@@ -16,8 +16,8 @@ from test_vllm_connector import ASKED, random_kv, run, until
 
 stand_in.install()
 
+from sluice_client.hand_off.caches import LayerCache  # noqa: E402
 from sluice_client.vllm_connector import SluiceConnector  # noqa: E402
-from sluice_client.vllm_connector.caches import LayerCache  # noqa: E402
 
 
 @pytest.fixture
