@@ -45,6 +45,7 @@ class Reservation:
         self._wish = wish
         # What runs for the reservation stops once this is set: nobody waits for it any more.
         self._given_up = threading.Event()
+        self._concluding = False
         self._pusher: Pusher | None = None
         self._answer: Future = calls.submit(self._reserve)
 
@@ -69,7 +70,8 @@ class Reservation:
     def abort(self, reason: str) -> None:
         """Gives the transfer up, once its reservation is answered. It does nothing after a commit."""
         self._given_up.set()
-        self._calls.submit(self._abort, reason)
+        if not self._concluding:  # The thread that concludes aborts.
+            self._calls.submit(self._abort, reason)
 
     def conclude(self, first_tokens: list[int], error: str = "", *, others_send: bool = False) -> Future:
         """Commits what was sent, or aborts what could not be because of `error`. The future's result is why it could
@@ -77,6 +79,7 @@ class Reservation:
 
         With `others_send` other ranks may still be sending: their blocks are waited for.
         """
+        self._concluding = True
         return self._calls.submit(self._conclude, first_tokens[:MOST_FIRST_TOKENS], error, others_send)
 
     def _reserve(self) -> None:
@@ -123,6 +126,8 @@ class Reservation:
             try:
                 if others_send:
                     self._await_landed()
+                if self._given_up.is_set():
+                    raise PushError("the request was given up")
                 self._pusher.commit(first_tokens)
                 self._pusher.close()
                 return ""
@@ -144,4 +149,3 @@ class Reservation:
             if time.monotonic() > until:
                 raise PushError(f"{transfer.missing.count} blocks of other ranks have not come for {_LANDED_STALL_S:g} s")
             self._given_up.wait(_LANDED_POLL_S)
-        raise PushError("the request was given up")
