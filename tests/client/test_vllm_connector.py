@@ -11,6 +11,7 @@ import vllm_stand_in as stand_in
 from fake_node import BLOCK, DIM, HEADS, LAYERS, FakeNode
 from sluice.v1 import common_pb2
 from sluice_client import latent
+from sluice_client.pusher import Pusher
 
 stand_in.install()
 
@@ -174,6 +175,29 @@ def test_a_prompt_waits_until_there_is_room(stubborn):
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     admitted(engine, request)
     assert left == [0] and stubborn.manifest.context_length == 9
+
+
+def test_a_lease_is_kept_while_the_prompt_is_computed(stubborn, monkeypatch):
+    """The decode node may have most of a prompt, of which nothing is sent then."""
+    renewed = []
+
+    def reserve(request, context):
+        answer = FakeNode.Reserve(stubborn, request, context)
+        answer.lease.FromMilliseconds(50)
+        return answer
+    stubborn.reserve = reserve
+    monkeypatch.setattr(Pusher, "renew", lambda pusher, real=Pusher.renew: (renewed.append(1), real(pusher)))
+    engine = engine_of(stubborn)
+    kv, request = random_kv(20), engine.request("r", list(range(20)), ASKED)
+    admitted(engine, request)
+    until(lambda: engine.step() is not None and len(renewed) >= 3)
+    blocks = engine.blocks(20)
+    engine.step(new=[("r", blocks, 0, 20, lambda: engine.store(blocks, kv, 0, 20))])
+    request.output_token_ids = [42]
+    engine.scheduler.request_finished(request, [])
+    sent(engine, "r")
+    until(lambda: stubborn.committed is not None)
+    assert [t.id for t in stubborn.committed.first_tokens] == [42]
 
 
 @pytest.mark.parametrize("code, waits", [(grpc.StatusCode.RESOURCE_EXHAUSTED, True),

@@ -27,6 +27,8 @@ _RETRIED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grp
             # The name of an earlier try of the same request may still be in use.
             grpc.StatusCode.ALREADY_EXISTS)
 _RETRY_S = 0.2
+# The part of a lease after which it is renewed.
+_RENEWED_PART = 0.25
 # How often, and for how long without any progress, a commit looks for the blocks of other ranks.
 _LANDED_POLL_S = 0.01
 _LANDED_STALL_S = 60.0
@@ -46,6 +48,7 @@ class Reservation:
         # What runs for the reservation stops once this is set: nobody waits for it any more.
         self._given_up = threading.Event()
         self._concluding = False
+        self._renewed = time.monotonic()
         self._pusher: Pusher | None = None
         self._answer: Future = calls.submit(self._reserve)
 
@@ -66,6 +69,17 @@ class Reservation:
         # Kinds of one model have blocks of as many tokens.
         return Target(self._wish.decode, pusher.transfer_id, pusher.context_length, pusher.max_chunk_bytes,
                       pusher.cached_tokens, pusher.model.cache_kinds[0].block_tokens)
+
+    def keep(self) -> None:
+        """Renews the lease if that is due. An engine calls it often while it has not computed the prompt's end: a prompt
+        may wait in its queue, and nothing is sent of what the decode node has already.
+        """
+        pusher, now = self._pusher, time.monotonic()
+        if not self.answered() or pusher is None or now - self._renewed < pusher.lease_seconds * _RENEWED_PART:
+            return
+        if pusher.lease_seconds and pusher.cached_tokens < pusher.context_length:
+            self._renewed = now
+            self._calls.submit(self._renew)
 
     def abort(self, reason: str) -> None:
         """Gives the transfer up, once its reservation is answered. It does nothing after a commit."""
@@ -109,7 +123,15 @@ class Reservation:
         except BaseException:
             pusher.close()
             raise
-        self._pusher = pusher
+        self._pusher, self._renewed = pusher, time.monotonic()
+
+    def _renew(self) -> None:
+        if self._given_up.is_set() or self._concluding:
+            return
+        try:
+            self._pusher.renew()
+        except PushError as error:  # What is sent next says what became of the transfer.
+            _log.warning("%s: request %s: %s", CONNECTOR, self._request_id, error)
 
     def _abort(self, reason: str) -> None:
         if self._answer.exception() is not None:

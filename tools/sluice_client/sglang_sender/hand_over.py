@@ -86,6 +86,8 @@ class HandOver:
             self._take_answer()
         elif self._sender is not None and self._sender.error and self._state is not State.FAILED:
             self._fail(self._sender.error)
+        elif self._state is State.WAITING_FOR_INPUT and self._reservation is not None:
+            self._reservation.keep()
         elif self._state is State.TRANSFERRING:
             self._conclude()
         return self._state
@@ -109,6 +111,8 @@ class HandOver:
             if self._sender is not None:
                 self._sender.end()
             self._state = State.TRANSFERRING
+        elif self._reservation is not None:
+            self._reservation.keep()
 
     def abort(self, reason: str) -> None:
         """Gives the hand-over up, unless it has succeeded."""

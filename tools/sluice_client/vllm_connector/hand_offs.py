@@ -81,6 +81,9 @@ class HandOffs:
             blocks = cached.new_block_ids[i]
             self._add(plan, request_id, blocks[0] if blocks else (), request_id in cached.resumed_req_ids,
                       cached.num_computed_tokens[i], step)
+        for hand_off in self._live.values():
+            if hand_off.reservation is not None and hand_off.planned < len(hand_off.prompt):
+                hand_off.reservation.keep()
         plan.ended, self._ended = self._ended, []
         plan.dropped, self._dropped = self._dropped, []
         return plan
