@@ -292,6 +292,7 @@ def test_a_request_that_dies_is_aborted(stubborn, when):
 
 @pytest.mark.parametrize("fields, words", [
     ({"lora_id": "a"}, "LoRA"), ({"multimodal_inputs": object()}, "images"), ({"input_embeds": [[1.0]]}, "embeddings"),
+    ({"positional_embed_overrides": object()}, "embeddings"),
     ({"custom_params": {"sluice": {"decode": "x:1"}}}, "custom_params.sluice.decode"),
     ({"custom_params": {"sluice": {"other": 1}}}, "custom_params.sluice.other"),
     ({"custom_params": {"sluice": 3}}, "custom_params.sluice")])

@@ -150,6 +150,6 @@ def test_pools_lie_as_they_are_read():
 def test_requests_have_what_the_sender_reads():
     made = text_of("managers/schedule_batch.py", "Req", "__init__")
     for name in ("origin_input_ids", "output_ids", "sampling_params", "bootstrap_room", "lora_id", "input_embeds",
-                 "multimodal_inputs", "customized_info", "rid"):
+                 "multimodal_inputs", "positional_embed_overrides", "customized_info", "rid"):
         assert f"self.{name}" in made, name
     assert "custom_params" in (ROOT / "sampling/sampling_params.py").read_text()

@@ -2,11 +2,12 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
 from engine_lab import ENGINES, Sglang, decoded
-from support.nodes import matching_steps
+from support.nodes import matching_steps, run
 
 MARGIN = 0.2  # as in test_vllm_serve.py
 ROOMS = itertools.count(1)
@@ -84,6 +85,11 @@ def test_a_caller_that_hangs_up_leaves_nothing_behind(sglang, decode, chats):
     with pytest.raises(requests.ReadTimeout):
         sglang.leg(prompt, next(ROOMS), timeout=1.5)
     assert len(handed_over(sglang, decode, prompt[:40], 4)[0]) == 4  # and memory_comes_back looks at the node
+
+
+def test_its_latent_pools_are_read(sglang):
+    done = run(ENGINES / "sglang/bin/python", Path(__file__).parent / "sglang_pools.py", timeout=200)
+    assert done.stdout.endswith("both pools are read\n"), done.stderr[-4000:]
 
 
 def test_another_model_is_named(sglang, tiny_node, smollm2, tmp_path):

@@ -73,6 +73,9 @@ class Reservation:
     def keep(self) -> None:
         """Renews the lease if that is due. An engine calls it often while it has not computed the prompt's end: a prompt
         may wait in its queue, and nothing is sent of what the decode node has already.
+
+        If the last block lands while a renewal is under way, the renewal commits, and the decode node chooses the first
+        token itself.
         """
         pusher, now = self._pusher, time.monotonic()
         if not self.answered() or pusher is None or now - self._renewed < pusher.lease_seconds * _RENEWED_PART:

@@ -34,8 +34,12 @@ class SluiceKVManager(BaseKVManager):
         if getattr(scheduler, "sliding_window_size", None):
             raise refused("the sliding window", scheduler.sliding_window_size, "take a model without one")
         ranks = Ranks(scheduler.attn_tp_cpu_group)
-        model = scheduler.tp_worker.model_runner.model
-        transformed = type(pool).__name__.startswith("DSA") and keys_transformed(model.modules())
+        transformed = False
+        if type(pool).__name__.startswith("DSA"):
+            import torch  # noqa: PLC0415 - absent where stand-ins are tested
+            if torch.version.hip:
+                raise refused("the order of index keys", "that of ROCm's kernels", "take a GPU of NVIDIA")
+            transformed = keys_transformed(scheduler.tp_worker.model_runner.model.modules())
         self.engine = Engine(
             self.settings, engine_shape(pool, scheduler.model_config, ranks.number), ranks,
             pool_caches(pool, transformed), pool.page_size,

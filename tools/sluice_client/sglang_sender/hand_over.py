@@ -45,7 +45,8 @@ class Engine:
 
 def _unfit(req) -> str:
     """Returns why a request's caches cannot go on at a decode node, or the empty string."""
-    if not req.origin_input_ids or getattr(req, "input_embeds", None) is not None:
+    if not req.origin_input_ids or any(getattr(req, name, None) is not None
+                                       for name in ("input_embeds", "positional_embed_overrides")):
         return "prompts of embeddings have no token ids to hand over"
     if getattr(req, "lora_id", None) is not None:
         return "the decode node has no adapters (LoRA)"
