@@ -15,16 +15,21 @@ ROOMS = itertools.count(1)
 OVERLAPPED = {"environment": {"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}}
 
 
-@pytest.fixture(scope="module", params=["overlapped steps", "steps one by one, pages of 16"])
-def sglang(smollm2, decode, tmp_path_factory, request):
-    """SGLang with the backend. It computes prompts in chunks of 256 tokens."""
+@pytest.fixture(scope="module")
+def model(smollm2):
     if not (ENGINES / "sglang/bin/python").exists():
         pytest.skip("no SGLang: tools/test --engines installs it")
+    return smollm2
+
+
+@pytest.fixture(scope="module", params=["overlapped steps", "steps one by one, pages of 16"])
+def sglang(model, decode, tmp_path_factory, request):
+    """SGLang with the backend. It computes prompts in chunks of 256 tokens."""
     flags = ["--chunked-prefill-size", "256"]
     overlapped = request.param.startswith("overlapped")
     if not overlapped:
         flags += ["--disable-overlap-schedule", "--page-size", "16"]
-    engine = Sglang(smollm2, tmp_path_factory.mktemp("sglang"), {"decode": decode.address, "reserve_seconds": 3}, *flags,
+    engine = Sglang(model, tmp_path_factory.mktemp("sglang"), {"decode": decode.address, "reserve_seconds": 3}, *flags,
                     **(OVERLAPPED if overlapped else {}))
     try:
         yield engine.wait()
@@ -87,13 +92,13 @@ def test_a_caller_that_hangs_up_leaves_nothing_behind(sglang, decode, chats):
     assert len(handed_over(sglang, decode, prompt[:40], 4)[0]) == 4  # and memory_comes_back looks at the node
 
 
-def test_its_latent_pools_are_read(sglang):
+def test_its_latent_pools_are_read(model):
     done = run(ENGINES / "sglang/bin/python", Path(__file__).parent / "sglang_pools.py", timeout=200)
     assert done.stdout.endswith("both pools are read\n"), done.stderr[-4000:]
 
 
-def test_another_model_is_named(sglang, tiny_node, smollm2, tmp_path):
-    engine = Sglang(smollm2, tmp_path, {"decode": tiny_node.address}, "--disable-overlap-schedule")
+def test_another_model_is_named(model, tiny_node, tmp_path):
+    engine = Sglang(model, tmp_path, {"decode": tiny_node.address}, "--disable-overlap-schedule")
     try:
         answer = engine.wait().leg([1, 2, 3], 1)
         assert answer.status_code == 500 and "another model" in answer.text
@@ -101,6 +106,6 @@ def test_another_model_is_named(sglang, tiny_node, smollm2, tmp_path):
         engine.stop()
 
 
-def test_wrong_settings_end_sglang(smollm2, decode, tmp_path):
-    engine = Sglang(smollm2, tmp_path, {"decode": decode.address, "other": 1})
+def test_wrong_settings_end_sglang(model, decode, tmp_path):
+    engine = Sglang(model, tmp_path, {"decode": decode.address, "other": 1})
     assert "SGLANG_SLUICE.other" in engine.refusal()
