@@ -5,7 +5,6 @@ taken, such as tests/engines has. The source is read and not run, so neither tor
 """
 
 import ast
-import importlib.util
 import os
 from pathlib import Path
 

@@ -59,7 +59,8 @@ def latent_entries(rank: int) -> ToParts:
             return latent.entry_parts(kind, rows[:, :rank], rows[:, rank:])
         if layout.is_packed(kind):
             return [np.ascontiguousarray(rows).view(np.uint8)[:, None]]
-        raise ValueError("the prefill node's latent cache is fp8 and the decode node's is not: start that with --kv-dtype fp8")
+        raise ValueError("the prefill node's latent cache is fp8, and the decode node's is not: start that with "
+                         "--kv-dtype fp8")
     return parts
 
 
