@@ -1,4 +1,4 @@
-"""`pip install ./tools` gives the client, the connector for vLLM, and the stubs of the protos."""
+"""`pip install ./tools` gives the client, the connectors for vLLM and SGLang, and the stubs of the protos."""
 
 import shutil
 import subprocess
@@ -22,8 +22,10 @@ def test_the_wheel_has_everything(tmp_path):
         entry = next(file.read(n).decode() for n in names if n.endswith("entry_points.txt"))
         file.extractall(tmp_path / "site")
     assert {"sluice/v1/ingest_pb2.py", "sluice/v1/ingest_pb2_grpc.py", "sluice_client/pusher.py",
-            "sluice_client/vllm_connector/connector.py"} <= names
+            "sluice_client/vllm_connector/connector.py", "sluice_client/hand_off/sender.py",
+            "sluice_client/sglang_sender/plugin.py"} <= names
     assert "sluice = sluice_client.cli:main" in entry
+    assert "[sglang.srt.plugins]\nsluice = sluice_client.sglang_sender.plugin:register" in entry
     shown = subprocess.run([sys.executable, "-S", "-c", "import sys; sys.path[:0] = sys.argv[1:]; "
                             "from sluice_client import cli, pusher; print(cli.__file__); cli.main(['--help'])",
                             tmp_path / "site", *(p for p in sys.path if "site-packages" in p)],

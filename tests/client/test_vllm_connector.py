@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import vllm_stand_in as stand_in
 from fake_node import BLOCK, DIM, HEADS, LAYERS, FakeNode
-from sluice.v1 import common_pb2
-from sluice_client import latent
+from sluice_client.pusher import Pusher
 
 stand_in.install()
 
-from sluice_client.vllm_connector import SluiceConnector, caches  # noqa: E402
+from sluice_client.vllm_connector import SluiceConnector  # noqa: E402
 from sluice_client.vllm_connector.engine import check_engine  # noqa: E402
 from sluice_client.vllm_connector.settings import read_settings, read_wish  # noqa: E402
 
@@ -176,6 +175,29 @@ def test_a_prompt_waits_until_there_is_room(stubborn):
     assert left == [0] and stubborn.manifest.context_length == 9
 
 
+def test_a_lease_is_kept_while_the_prompt_is_computed(stubborn, monkeypatch):
+    """The decode node may have most of a prompt, of which nothing is sent then."""
+    renewed = []
+
+    def reserve(request, context):
+        answer = FakeNode.Reserve(stubborn, request, context)
+        answer.lease.FromMilliseconds(50)
+        return answer
+    stubborn.reserve = reserve
+    monkeypatch.setattr(Pusher, "renew", lambda pusher, real=Pusher.renew: (renewed.append(1), real(pusher)))
+    engine = engine_of(stubborn)
+    kv, request = random_kv(20), engine.request("r", list(range(20)), ASKED)
+    admitted(engine, request)
+    until(lambda: engine.step() is not None and len(renewed) >= 3)
+    blocks = engine.blocks(20)
+    engine.step(new=[("r", blocks, 0, 20, lambda: engine.store(blocks, kv, 0, 20))])
+    request.output_token_ids = [42]
+    engine.scheduler.request_finished(request, [])
+    sent(engine, "r")
+    until(lambda: stubborn.committed is not None)
+    assert [t.id for t in stubborn.committed.first_tokens] == [42]
+
+
 @pytest.mark.parametrize("code, waits", [(grpc.StatusCode.RESOURCE_EXHAUSTED, True),
                                          (grpc.StatusCode.INVALID_ARGUMENT, False)])
 def test_without_room_the_prompt_runs_and_its_answer_says_why(stubborn, code, waits):
@@ -317,79 +339,3 @@ def test_engines_whose_caches_cannot_be_sent_are_refused(changed, words):
     two[1].kv_cache_groups *= 2
     with pytest.raises(ValueError, match="disable-hybrid-kv-cache-manager"):
         check_engine(*two)
-
-
-def kind_of(name, heads, dtype, parts):
-    return common_pb2.CacheKind(name=name, element_type=dtype, heads=heads, block_tokens=8, part_bytes=parts,
-                                bytes_per_token=sum(parts))
-
-
-def test_a_permuted_block_is_measured_and_undone():
-    rng = np.random.default_rng(5)
-    tokens, dim = 32, 8
-    shuffle = rng.permutation(2 * tokens * dim)
-
-    def store(k, v):
-        return np.concatenate([k.reshape(-1), v.reshape(-1)])[shuffle]
-
-    order = caches.Permuted(caches.measured_order(tokens, dim, store))
-    k, v = rng.standard_normal((2, tokens, dim)).astype(np.float32)
-    block = store(k, v).reshape(1, 1, tokens, 2 * dim)
-    assert np.array_equal(order(block)[0, 0], np.concatenate([k, v], axis=1))
-    with pytest.raises(ValueError, match="CPU backend"):
-        caches.measured_order(tokens, dim, lambda k, v: store(k, v) // 2)
-
-
-def test_kernels_may_have_smaller_blocks_than_the_scheduler():
-    rng = np.random.default_rng(6)
-    tensor = rng.standard_normal((12, 2, 4, 6)).astype(np.float32)
-    cache = caches.LayerCache(0, "kv", tensor, 16, caches.plain_block, caches.split_kv(3))
-    kind = kind_of("kv", 2, common_pb2.ELEMENT_TYPE_FLOAT32, [12, 12])
-    k, v = cache.read(kind, (2, 0), 6, 22, None)
-    flat = tensor.transpose(0, 2, 1, 3).reshape(-1, 2, 6)  # scheduler's block b: tokens 16 b ..
-    rows = np.concatenate([flat[32 + 6:48], flat[:6]])
-    assert np.array_equal(k.view(np.float32).reshape(-1, 2, 3), rows[..., :3])
-    assert np.array_equal(v.view(np.float32).reshape(-1, 2, 3), rows[..., 3:])
-
-
-def test_latent_entries_and_index_keys():
-    rng = np.random.default_rng(7)
-    rows = rng.standard_normal((4, 1, 16, 12)).astype(ml_dtypes.bfloat16)
-    plain = kind_of("latent", 1, common_pb2.ELEMENT_TYPE_BFLOAT16, [24])
-    cache = caches.LayerCache(0, "latent", rows, 16, caches.plain_block, caches.latent_entries(8))
-    found, = cache.read(plain, (3,), 0, 16, None)
-    assert found.tobytes() == rows[3].tobytes()
-    packed = rng.integers(0, 255, (4, 1, 16, 656)).astype(np.uint8)
-    cache = caches.LayerCache(0, "latent", packed, 16, caches.plain_block, caches.latent_entries(512))
-    found, = cache.read(kind_of("latent", 1, common_pb2.ELEMENT_TYPE_FLOAT8_E4M3, [656]), (1,), 8, 16, None)
-    assert found.tobytes() == packed[1, 0, 8:].tobytes()
-    with pytest.raises(ValueError, match="--kv-dtype fp8"):
-        cache.read(plain, (1,), 8, 16, None)
-    # A block of index keys: all values, then all scales.
-    keys = rng.standard_normal((16, 128)).astype(np.float32)
-    values, scales = latent.quantise(keys)
-    block = np.concatenate([values.reshape(-1), scales.reshape(-1).view(np.uint8)]).reshape(1, 1, 16, 132)
-    cache = caches.LayerCache(0, "index", block, 16, caches.keys_then_scales, caches.index_keys)
-    kind = kind_of("index", 1, common_pb2.ELEMENT_TYPE_FLOAT32, [512])
-    found, = cache.read(kind, (0,), 0, 16, None)
-    expected = values.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
-    assert np.array_equal(found.view(np.float32).reshape(16, 128), expected)
-
-
-@pytest.mark.parametrize("backend, shape, dtype, words", [
-    ("ROCM_ATTN", (4, 3, 16, 8), np.float32, "backend"), ("FLASH_ATTN", (4, 3, 16, 9), np.float32, "elements"),
-    ("FLASH_ATTN", (4, 3, 16, 8), np.uint8, "elements"), ("FLASH_ATTN", (2, 4, 3, 16, 4), np.float32, "tokens, content")])
-def test_unknown_layouts_are_refused(backend, shape, dtype, words):
-    vllm_config, cache_config = stand_in.config(1, {}, backend=backend)
-    with pytest.raises(ValueError, match="SluiceConnector") as error:
-        caches.layer_caches({"model.layers.0.self_attn.attn": np.zeros(shape, dtype)}, vllm_config, cache_config)
-    assert words in str(error.value)
-
-
-def test_layers_that_draft_are_passed_over():
-    vllm_config, cache_config = stand_in.config(2, {})
-    vllm_config.model_config.hf_config.num_hidden_layers = 1
-    cache = np.zeros((4, 3, 16, 8), np.float32)
-    found = caches.layer_caches({name: cache for name in cache_config.kv_cache_groups[0].layer_names}, vllm_config,
-                                cache_config)
-    assert list(found) == ["model.layers.0.self_attn.attn"]

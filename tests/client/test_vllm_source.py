@@ -12,12 +12,12 @@ import vllm_stand_in as stand_in
 from fake_node import BLOCK, DIM, HEADS, LAYERS
 from sluice.v1 import ingest_pb2, source_pb2, source_pb2_grpc
 from sluice_client import rpc
-from test_vllm_connector import ASKED, random_kv, run, until
+from test_vllm_connector import ASKED, run, until
 
 stand_in.install()
 
+from sluice_client.hand_off.caches import LayerCache  # noqa: E402
 from sluice_client.vllm_connector import SluiceConnector  # noqa: E402
-from sluice_client.vllm_connector.caches import LayerCache  # noqa: E402
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A decode node and one vLLM in front of it, for all tests of this folder."""
+"""A decode node and engines in front of it, for all tests of this folder."""
 
 import json
 import sys

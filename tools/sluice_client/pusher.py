@@ -221,6 +221,16 @@ class Pusher:
                 last = error
         raise PushError(f"{rpc.explain(last, self.address)} (after {MAX_RESUMES} attempts)", last)
 
+    def renew(self) -> None:
+        """Starts the transfer's lease anew, which writes do by themselves. Only while blocks are known to be missing:
+        it is a commit, which finds them missing.
+        """
+        try:
+            self._ingest.Commit(ingest_pb2.CommitRequest(transfer_id=self.transfer_id), timeout=_CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            if "MissingBlocks" not in rpc.details_of(error):
+                raise PushError(rpc.explain(error, self.address), error) from error
+
     def transfer(self) -> ingest_pb2.GetTransferResponse:
         """Returns which blocks have landed."""
         return self._call(self._ingest.GetTransfer,

@@ -1,4 +1,4 @@
-"""How vLLM's caches lie, and how their bytes become those of the decode node.
+"""How vLLM's caches lie.
 
 vLLM (0.30 and later) shows every layer's cache as [blocks, heads, tokens, content], whatever its strides; older views
 are refused. `content` is K, then V (FlashAttention, FlashInfer, Triton), or a latent entry, or an index key. The CPU
@@ -9,88 +9,18 @@ Nothing here imports torch at the top, so that the layouts are tested without it
 """
 
 import re
-import threading
-from dataclasses import dataclass, field
 from typing import Callable
 
-import ml_dtypes
 import numpy as np
 
-from sluice.v1 import common_pb2
-from sluice_client import latent, layout
+from sluice_client.hand_off.caches import (ENTRY_BYTES, INDEX_BYTES, LayerCache, index_keys, keys_then_scales,
+                                           latent_entries, plain_block, split_kv)
+from sluice_client.hand_off.settings import CONNECTOR
 from sluice_client.vllm_connector.engine import specs_of
-from sluice_client.vllm_connector.settings import CONNECTOR
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SPLIT = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
 _CPU = "CPU_ATTN"
-_ENTRY_BYTES = 656  # of a latent entry in fp8: 512 e4m3, 4 float32 scales, 64 bfloat16
-_INDEX_DIM = 128
-_streams = threading.local()
-
-# Makes the parts [tokens, heads, bytes] of layout.pack from content [tokens, heads, elements].
-ToParts = Callable[[common_pb2.CacheKind, np.ndarray], list[np.ndarray]]
-
-
-def _on_gpu(tensor) -> bool:
-    return getattr(getattr(tensor, "device", None), "type", "cpu") == "cuda"
-
-
-def _fetch(tensor, blocks: list[int], mark) -> np.ndarray:
-    """Returns blocks of a cache on the host. On a GPU this thread's own stream copies them, behind `mark`."""
-    if not _on_gpu(tensor):
-        return layout.host_array(tensor[blocks])
-    import torch  # noqa: PLC0415
-    if getattr(_streams, "copy", None) is None:
-        _streams.copy = torch.cuda.Stream(tensor.device)
-    with torch.cuda.stream(_streams.copy):
-        _streams.copy.wait_event(mark)
-        found = tensor[torch.tensor(blocks, device=tensor.device)]
-        pinned = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        pinned.copy_(found, non_blocking=True)
-    _streams.copy.synchronize()
-    return layout.host_array(pinned)
-
-
-def split_kv(head_dim: int) -> ToParts:
-    """Content is K, then V, of one head."""
-    def parts(kind, content):
-        return layout.kv_parts(kind, content[..., :head_dim], content[..., head_dim:2 * head_dim])
-    return parts
-
-
-def latent_entries(rank: int) -> ToParts:
-    """Content is `rank` latent values, then RoPE, or a packed entry of 656 bytes."""
-    def parts(kind, content):
-        rows = content[:, 0]
-        if rows.dtype.itemsize > 1:
-            return latent.entry_parts(kind, rows[:, :rank], rows[:, rank:])
-        if layout.is_packed(kind):
-            return [np.ascontiguousarray(rows).view(np.uint8)[:, None]]
-        raise ValueError("vLLM's latent cache is fp8 and the decode node's is not: start it with --kv-dtype fp8")
-    return parts
-
-
-def index_keys(kind: common_pb2.CacheKind, content: np.ndarray) -> list[np.ndarray]:
-    """Content is 128 e4m3 values and their float32 scale. vLLM's keys are not transformed, so they are rounded again."""
-    rows = np.ascontiguousarray(content[:, 0]).view(np.uint8)
-    values = np.ascontiguousarray(rows[:, :_INDEX_DIM]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    scales = np.ascontiguousarray(rows[:, _INDEX_DIM:]).view(np.float32)
-    return latent.index_parts(kind, values * scales)
-
-
-def plain_block(block: np.ndarray) -> np.ndarray:
-    """[blocks, heads, tokens, content] as vLLM says."""
-    return block
-
-
-def keys_then_scales(block: np.ndarray) -> np.ndarray:
-    """A block has its tokens' 128 values, then their scales: [blocks, 1, tokens, 132] as one row for each token."""
-    blocks, _, tokens, content = block.shape
-    raw = np.ascontiguousarray(block).view(np.uint8).reshape(blocks, tokens * content)
-    values = raw[:, :tokens * _INDEX_DIM].reshape(blocks, 1, tokens, _INDEX_DIM)
-    scales = raw[:, tokens * _INDEX_DIM:].reshape(blocks, 1, tokens, content - _INDEX_DIM)
-    return np.concatenate([values, scales], axis=3)
 
 
 class Permuted:
@@ -140,35 +70,6 @@ def _cpu_order(tensor, isa: str) -> np.ndarray:
     return measured_order(tokens, dim, store)
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer's cache of one kind."""
-
-    layer: int
-    kind: str  # CacheKind.name
-    tensor: object  # [blocks, heads, tokens, content]
-    block_size: int  # tokens of one of the scheduler's blocks: a multiple of the tensor's
-    rows: Callable[[np.ndarray], np.ndarray] = field(default=plain_block)
-    parts: ToParts = field(default=None)
-
-    def mark(self):
-        """Returns what read() waits for: what the caller's stream has now. None on a CPU, which has done it."""
-        if not _on_gpu(self.tensor):
-            return None
-        import torch  # noqa: PLC0415
-        return torch.cuda.current_stream(self.tensor.device).record_event()
-
-    def read(self, kind: common_pb2.CacheKind, blocks: tuple[int, ...], begin: int, end: int, mark) -> list[np.ndarray]:
-        """Returns the parts of tokens [begin, end) for layout.pack. `blocks` are the scheduler's, from token 0 on."""
-        tokens = self.tensor.shape[2]
-        within = self.block_size // tokens
-        first, last = begin // tokens, -(-end // tokens)
-        numbers = [blocks[i // within] * within + i % within for i in range(first, last)]
-        block = self.rows(_fetch(self.tensor, numbers, mark))
-        content = block.transpose(0, 2, 1, 3).reshape(-1, block.shape[1], block.shape[3])
-        return self.parts(kind, content[begin - first * tokens:end - first * tokens])
-
-
 def _refused(name: str, what: str, remedy: str) -> ValueError:
     return ValueError(f"{CONNECTOR}: the cache of {name} is {what}, which it cannot send: {remedy}")
 
@@ -179,9 +80,9 @@ def _cache_of(name: str, layer: int, tensor, spec, attention, latent_rank: int) 
     content = tensor.shape[3]
     bytes_of_token = content * tensor.dtype.itemsize
     if type(spec).__name__ == "MLAAttentionSpec":
-        if bytes_of_token == _INDEX_DIM + 4:
+        if bytes_of_token == INDEX_BYTES:
             return LayerCache(layer, "index", tensor, spec.block_size, keys_then_scales, index_keys)
-        if bytes_of_token == _ENTRY_BYTES or tensor.dtype.itemsize > 1:
+        if bytes_of_token == ENTRY_BYTES or tensor.dtype.itemsize > 1:
             return LayerCache(layer, "latent", tensor, spec.block_size, plain_block, latent_entries(latent_rank))
         raise _refused(name, f"{bytes_of_token} bytes a token", "give --kv-cache-dtype auto or fp8_ds_mla")
     backend = attention.get_attn_backend().get_name()

@@ -1,23 +1,9 @@
 """Checks at the start that an engine's caches are of a form that can be sent."""
 
-from dataclasses import dataclass
-
-from sluice_client.vllm_connector.settings import CONNECTOR
+from sluice_client.hand_off.settings import CONNECTOR
+from sluice_client.hand_off.shape import EngineShape
 
 _FULL, _LATENT = "FullAttentionSpec", "MLAAttentionSpec"
-
-
-@dataclass(frozen=True)
-class EngineShape:
-    """What a decode node must agree on, and how the ranks divide it."""
-
-    architecture: str
-    layers: int
-    kv_heads: int  # of all ranks; 1 for latent caches
-    head_dim: int  # elements of one of them
-    ranks: int
-    replicas: int  # ranks in a row that hold the same heads
-    max_context: int
 
 
 def _refused(what: str, found: object, remedy: str) -> ValueError:
@@ -60,23 +46,6 @@ def check_engine(vllm_config, kv_cache_config) -> EngineShape:
     replicas = ranks if latent else getattr(kv_cache_config, "kv_tp_replicas", 1)
     model = vllm_config.model_config
     return EngineShape(
-        architecture=str(getattr(model.hf_config, "model_type", "")), layers=model.hf_config.num_hidden_layers,
+        engine="vLLM", architecture=str(getattr(model.hf_config, "model_type", "")), layers=model.hf_config.num_hidden_layers,
         kv_heads=1 if latent else main.num_kv_heads * ranks // replicas, head_dim=main.head_size,
         ranks=ranks, replicas=replicas, max_context=model.max_model_len)
-
-
-def check_node(shape: EngineShape, model, fingerprint: str, address: str) -> str:
-    """Returns why the node at `address` cannot take the engine's caches, or the empty string.
-
-    `model` is its ModelInfo; `fingerprint` is what it must be, or empty.
-    """
-    if fingerprint and fingerprint != model.fingerprint:
-        return f"{address} has another model: its fingerprint is {model.fingerprint}, expected {fingerprint}"
-    found = {"model_type": model.architecture, "number of layers": model.layers, "KV heads": model.kv_heads or 1}
-    expected = {"model_type": shape.architecture, "number of layers": shape.layers, "KV heads": shape.kv_heads}
-    if model.kv_heads:
-        found["head_dim"], expected["head_dim"] = model.head_dim, shape.head_dim
-    for name, value in expected.items():
-        if found[name] != value:
-            return f"{address} has another model: its {name} is {found[name]}, vLLM's {value}"
-    return ""

@@ -7,31 +7,19 @@ being reserved waits in vLLM's queue; others run.
 import hashlib
 import logging
 import secrets
-import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 
-import grpc
-
-from sluice_client import rpc
-from sluice_client.errors import ToolError
-from sluice_client.push_streams import PushError
-from sluice_client.pusher import Pusher
-from sluice_client.vllm_connector.engine import EngineShape, check_node
-from sluice_client.vllm_connector.plan import Held, Part, StepPlan, Target
-from sluice_client.vllm_connector.settings import CONNECTOR, Settings, Wish, read_wish
+from sluice_client.hand_off.parts import Part, Target
+from sluice_client.hand_off.reservation import WORKERS, Reservation
+from sluice_client.hand_off.settings import CONNECTOR, Wish
+from sluice_client.hand_off.shape import EngineShape
+from sluice_client.vllm_connector.plan import Held, StepPlan
+from sluice_client.vllm_connector.settings import Settings, read_wish
 
 _log = logging.getLogger(__name__)
-_WORKERS = 16  # calls to decode nodes at the same time
 _MOST_ERROR = 512  # characters of an error that travel with an answer
-_RETRIED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED,
-            # The name of an earlier try of the same request may still be in use.
-            grpc.StatusCode.ALREADY_EXISTS)
-_RETRY_S = 0.2
-# Output tokens that a decode node takes with a commit; a prefill leg asks vLLM for one.
-_MOST_FIRST_TOKENS = 16
 # In the ids of the prompts with which the gateway's service warms vLLM up; no decode leg comes for them.
 _WARM_UP = "smg-warmup-"
 
@@ -49,12 +37,8 @@ class _HandOff:
     prompt: list[int]
     wish: Wish | None
     state: _State
-    # The thread that reserves stops once this is set: nobody waits for it any more.
-    given_up: threading.Event = field(default_factory=threading.Event)
-    reservation: Future | None = None
-    pusher: Pusher | None = None
+    reservation: Reservation | None = None
     target: Target | None = None
-    block_tokens: int = 1  # of the decode node: chunks begin at a block
     error: str = ""
     blocks: list[int] = field(default_factory=list)
     planned: int = 0  # tokens that the ranks were told to send
@@ -71,7 +55,7 @@ class HandOffs:
         self._live: dict[str, _HandOff] = {}
         self._ended: list[str] = []
         self._dropped: list[str] = []
-        self._calls = ThreadPoolExecutor(_WORKERS, thread_name_prefix="sluice-calls")
+        self._calls = ThreadPoolExecutor(WORKERS, thread_name_prefix="sluice-calls")
 
     def may_run(self, request) -> bool:
         """Returns whether vLLM may admit the request now: it is not handed over, or there is an answer to its Reserve."""
@@ -80,7 +64,7 @@ class HandOffs:
             hand_off = self._begin(request)
             if hand_off is None:
                 return True
-        if hand_off.state is _State.RESERVING and hand_off.reservation.done():
+        if hand_off.state is _State.RESERVING and hand_off.reservation.answered():
             self._take_reservation(hand_off)
         return hand_off.state is not _State.RESERVING
 
@@ -97,6 +81,9 @@ class HandOffs:
             blocks = cached.new_block_ids[i]
             self._add(plan, request_id, blocks[0] if blocks else (), request_id in cached.resumed_req_ids,
                       cached.num_computed_tokens[i], step)
+        for hand_off in self._live.values():
+            if hand_off.reservation is not None and hand_off.planned < len(hand_off.prompt):
+                hand_off.reservation.keep()
         plan.ended, self._ended = self._ended, []
         plan.dropped, self._dropped = self._dropped, []
         return plan
@@ -119,7 +106,7 @@ class HandOffs:
             return True, {"connector": CONNECTOR, "address": self._settings.advertise or self._settings.listen,
                           "source_id": hand_off.held.source_id, "prompt_digest": hand_off.held.digest,
                           "model_fingerprint": self._settings.fingerprint}
-        hand_off.outputs = list(request.output_token_ids)[:_MOST_FIRST_TOKENS]
+        hand_off.outputs = list(request.output_token_ids)
         return True, {"connector": CONNECTOR, "transfer_id": hand_off.target.transfer_id,
                       "decode": hand_off.target.decode}
 
@@ -132,7 +119,7 @@ class HandOffs:
         for request_id in request_ids:
             hand_off = self._live.pop(request_id, None)
             if hand_off is not None and hand_off.reservation is not None:
-                self._calls.submit(self._conclude, hand_off)
+                hand_off.reservation.conclude(hand_off.outputs, hand_off.error)
 
     def sending(self) -> bool:
         """Returns whether vLLM must go on with its steps although no request runs: ranks tell in them what they sent."""
@@ -163,7 +150,8 @@ class HandOffs:
         elif self._settings.mode == "hold":
             hand_off.state = _State.RESERVED
         else:
-            hand_off.reservation = self._calls.submit(self._reserve, hand_off)
+            hand_off.reservation = Reservation(self._calls, self._settings, self._shape, request.request_id,
+                                               hand_off.prompt, wish)
         return hand_off
 
     def _hold(self, hand_off: _HandOff) -> Held:
@@ -186,46 +174,12 @@ class HandOffs:
         _log.warning("%s: request %s is not handed over: %s", CONNECTOR, hand_off.request_id, error)
         hand_off.state, hand_off.error = _State.REFUSED, error
 
-    def _reserve(self, hand_off: _HandOff) -> None:
-        """Reserves room, and tries again while the node has none. Runs on a thread of its own."""
-        until = time.monotonic() + self._settings.reserve_seconds
-        while True:
-            try:
-                self._try_reserve(hand_off)
-                return
-            except PushError as error:
-                answer = error.rpc_error
-                left = until - time.monotonic()
-                if answer is None or answer.code() not in _RETRIED or left <= 0 or hand_off.given_up.is_set():
-                    raise
-                hand_off.given_up.wait(min(left, rpc.retry_seconds(answer) or _RETRY_S))
-
-    def _try_reserve(self, hand_off: _HandOff) -> None:
-        wish = hand_off.wish
-        pusher = Pusher(wish.decode, self._settings.streams)
-        try:
-            problem = check_node(self._shape, pusher.model, self._settings.fingerprint, wish.decode)
-            if problem:
-                raise PushError(problem)
-            most = min(pusher.model.max_context, self._shape.max_context) - len(hand_off.prompt)
-            pusher.reserve(hand_off.prompt, max_new_tokens=max(1, min(wish.max_new_tokens, most)),
-                           fingerprint=self._settings.fingerprint or None, tenant=wish.tenant,
-                           rendezvous_key=wish.rendezvous_key)
-        except BaseException:
-            pusher.close()
-            raise
-        hand_off.pusher = pusher
-
     def _take_reservation(self, hand_off: _HandOff) -> None:
-        error = hand_off.reservation.exception()
-        if error is not None:
-            self._refuse(hand_off, str(error) if isinstance(error, ToolError) else repr(error))
+        error = hand_off.reservation.error()
+        if error:
+            self._refuse(hand_off, error)
             return
-        pusher = hand_off.pusher
-        hand_off.target = Target(hand_off.wish.decode, pusher.transfer_id, pusher.context_length,
-                                 pusher.max_chunk_bytes, pusher.cached_tokens)
-        # Kinds of one model have blocks of as many tokens.
-        hand_off.block_tokens = pusher.model.cache_kinds[0].block_tokens
+        hand_off.target = hand_off.reservation.target()
         hand_off.state = _State.RESERVED
 
     def _add(self, plan: StepPlan, request_id: str, blocks, whole: bool, computed: int, step) -> None:
@@ -241,7 +195,7 @@ class HandOffs:
             hand_off.planned = end
             return
         if end < length:
-            end -= end % hand_off.block_tokens
+            end -= end % hand_off.target.block_tokens
         if end <= hand_off.planned:
             return
         plan.parts.append(Part(request_id, hand_off.target, hand_off.planned, end, tuple(hand_off.blocks)))
@@ -251,31 +205,6 @@ class HandOffs:
         hand_off = self._live.pop(request_id, None)
         if hand_off is None:
             return
-        hand_off.given_up.set()
         self._dropped.append(request_id)
         if hand_off.reservation is not None:
-            self._calls.submit(self._abort, hand_off, reason)
-
-    def _abort(self, hand_off: _HandOff, reason: str) -> None:
-        """Aborts the transfer once its reservation is answered. Runs on a thread of its own."""
-        if hand_off.reservation.exception() is not None:
-            return
-        try:
-            hand_off.pusher.abort(reason)
-        except PushError as error:  # Its lease ends it.
-            _log.warning("%s: request %s: %s", CONNECTOR, hand_off.request_id, error)
-        finally:
-            hand_off.pusher.close()
-
-    def _conclude(self, hand_off: _HandOff) -> None:
-        """Commits what was sent, or aborts what could not be. Runs on a thread of its own."""
-        if hand_off.error:
-            _log.warning("%s: request %s was not handed over: %s", CONNECTOR, hand_off.request_id, hand_off.error)
-            self._abort(hand_off, hand_off.error)
-            return
-        try:
-            hand_off.pusher.commit(hand_off.outputs)
-            hand_off.pusher.close()
-        except PushError as error:
-            _log.warning("%s: request %s was not handed over: %s", CONNECTOR, hand_off.request_id, error)
-            self._abort(hand_off, str(error))
+            hand_off.reservation.abort(reason)

@@ -4,27 +4,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-
-@dataclass(frozen=True)
-class Target:
-    """The transfer into which a prompt's caches go."""
-
-    decode: str
-    transfer_id: str
-    context_length: int
-    max_chunk_bytes: int
-    cached_tokens: int = 0  # leading tokens that the decode node has already
-
-
-@dataclass(frozen=True)
-class Part:
-    """The tokens [begin, end) of a prompt, which are in vLLM's blocks when this step has computed a layer."""
-
-    request_id: str
-    target: Target
-    begin: int
-    end: int
-    blocks: tuple[int, ...]  # vLLM's block numbers, from the prompt's first token on
+from sluice_client.hand_off.parts import Part
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from google.rpc import error_details_pb2, status_pb2
 from sluice.v1 import admin_pb2, admin_pb2_grpc, common_pb2, ingest_pb2, source_pb2, source_pb2_grpc
 
 from sluice_client import layout, rpc
-from sluice_client.vllm_connector.caches import LayerCache
-from sluice_client.vllm_connector.engine import EngineShape, check_node
+from sluice_client.hand_off.caches import LayerCache
+from sluice_client.hand_off.shape import EngineShape, check_node
 from sluice_client.vllm_connector.plan import Held
 from sluice_client.vllm_connector.settings import Settings
 
