@@ -14,7 +14,6 @@
 #include "kernels/exchange_params.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
-#include "src/device/trace.h"
 #include "src/model/model_config.h"
 #include "src/model/shard.h"
 #include "tests/fixtures/fixtures.h"
@@ -216,25 +215,6 @@ TEST_CASE("ranks of experts under ess give the logits and tokens of one device",
   });
 }
 
-// Returns how many operators of each name a decode step launches.
-std::map<std::string, int> LaunchesOfStep(Teacher& teacher, const std::vector<int32_t>& prompt) {
-  std::vector<int32_t> tokens = prompt;
-  tokens.push_back(1);
-  teacher.Begin(tokens);
-  const int n = static_cast<int>(prompt.size());
-  teacher.Step(0, n, /*generates=*/false);
-  auto trace = teacher.device().StartTrace();
-  SLUICE_CHECK(trace.ok());
-  teacher.Step(n, 1, /*generates=*/true);
-  std::map<std::string, int> launches;
-  const auto slices = (*trace)->Stop();
-  SLUICE_CHECK(slices.ok());
-  for (const TraceSlice& slice : *slices) {
-    if (slice.kind == TraceSlice::Kind::kKernel) ++launches[slice.name];
-  }
-  return launches;
-}
-
 TEST_CASE("a step of a rank of experts launches what one device does, and its exchanges",
           "[ranks]") {
   for (const std::string& name : fixtures::TinyLatentModels()) {
@@ -246,14 +226,14 @@ TEST_CASE("a step of a rank of experts launches what one device does, and its ex
     const auto wrong = testing::RunRankProcesses(
         testing::RankOptions(2), [&](const RankGroupOptions& options) -> std::string {
           Teacher whole(dir, "portable", DType::kFloat32);
-          std::map<std::string, int> want = LaunchesOfStep(whole, prompt);
+          std::map<std::string, int> want = whole.LaunchesOfStep(prompt);
           want["all-to-all"] = 2 * layers;
           for (const char* own :
                {"pack_places", "pack_rows", "unpack_rows", "unpack_pairs", "add_parts"}) {
             want[own] = layers;
           }
           Teacher rank(dir, "portable", DType::kFloat32, nullptr, &options, Divided::kExperts);
-          const std::map<std::string, int> got = LaunchesOfStep(rank, prompt);
+          const std::map<std::string, int> got = rank.LaunchesOfStep(prompt);
           std::string text;
           for (const auto& [what, n] : got) absl::StrAppend(&text, what, " ", n, " ");
           return got == want ? "" : "launches " + text;
@@ -267,11 +247,7 @@ TEST_CASE("ranks of experts that exchange e4m3 give nearly the logits of one dev
 }
 
 TEST_CASE("two ranks of experts on one GPU give the tokens of one rank", "[ranks][cuda]") {
-  const auto tried =
-      testing::RunRankProcesses(testing::RankOptions(1), [](const RankGroupOptions&) {
-        return std::string(testing::TestDevice("cuda").status().message());
-      });
-  if (!tried[0].empty()) return SkipTest(tried[0]);
+  if (const std::string why = testing::WhyNoSharedGpu(); !why.empty()) return SkipTest(why);
   // Activations are rounded to bf16, and a sum in another order rounds otherwise.
   for (const std::string& name : fixtures::TinyLatentModels()) {
     CheckRanks(name, 2, nullptr, 2e-2, "cuda");

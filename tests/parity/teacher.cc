@@ -5,6 +5,8 @@
 #include <cstring>
 
 #include "src/attention/policy_factory.h"
+#include "src/base/status_macros.h"
+#include "src/device/trace.h"
 #include "src/model/policy_model.h"
 #include "tests/support/device.h"
 #include "tests/support/or_fail.h"
@@ -207,6 +209,24 @@ std::vector<float> Teacher::Read(const float* at, size_t count) {
   stream_->Copy(host.data(), at, count * 4);
   Finish();
   return {host.as<float>(), host.as<float>() + count};
+}
+
+std::map<std::string, int> Teacher::LaunchesOfStep(const std::vector<int32_t>& prompt) {
+  std::vector<int32_t> tokens = prompt;
+  tokens.push_back(1);
+  Begin(tokens);
+  const int n = static_cast<int>(prompt.size());
+  Step(0, n, /*generates=*/false);
+  auto trace = device_->StartTrace();
+  SLUICE_CHECK(trace.ok());
+  Step(n, 1, /*generates=*/true);
+  std::map<std::string, int> launches;
+  const auto slices = (*trace)->Stop();
+  SLUICE_CHECK(slices.ok());
+  for (const TraceSlice& slice : *slices) {
+    if (slice.kind == TraceSlice::Kind::kKernel) ++launches[slice.name];
+  }
+  return launches;
 }
 
 }  // namespace sluice::testing

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -53,6 +54,9 @@ class Teacher {
   // `generates`: they are past the prompt, which ended before the first of them. `most_rows`: as in
   // StepInputs.
   std::vector<float> Step(int position, int count, bool generates, int most_rows = 0);
+  // Begins a sequence and returns how many operators of each name a step behind its prompt
+  // launches. REQUIRES: the device keeps traces.
+  std::map<std::string, int> LaunchesOfStep(const std::vector<int32_t>& prompt);
   // Takes part in a step of the other ranks, without rows.
   void IdleStep(int most_rows);
 

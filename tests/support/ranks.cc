@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "src/base/status_macros.h"
+#include "tests/support/device.h"
 
 namespace sluice::testing {
 namespace {
@@ -111,6 +112,12 @@ std::vector<std::string> RunRankProcesses(const RankGroupOptions& options, const
   const absl::Time give_up = absl::Now() + kMostTime;
   for (const Process& process : processes) wrong.push_back(End(process, give_up));
   return wrong;
+}
+
+std::string WhyNoSharedGpu() {
+  return RunRankProcesses(RankOptions(1), [](const RankGroupOptions&) {
+    return std::string(TestDevice("cuda").status().message());
+  })[0];
 }
 
 std::string Joined(const std::vector<std::string>& errors) {

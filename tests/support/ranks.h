@@ -27,6 +27,10 @@ std::vector<std::string> RunRankThreads(const RankGroupOptions& options, const R
 std::vector<std::string> RunRankProcesses(const RankGroupOptions& options, const RankBody& body,
                                           bool share_gpu = false);
 
+// Returns why ranks cannot share a GPU here; empty if they can. The device is tried in a process of
+// its own, since a process that has used CUDA cannot fork.
+std::string WhyNoSharedGpu();
+
 // Returns the errors that are not empty, as one text.
 std::string Joined(const std::vector<std::string>& errors);
 

@@ -105,11 +105,7 @@ TEST_CASE("a rank that is killed ends the others at once (cpu)", "[device][ranks
 }
 TEST_CASE("a rank that is killed ends the others at once (cuda)",
           "[device][ranks][cuda][processes]") {
-  const auto tried =
-      testing::RunRankProcesses(testing::RankOptions(1), [](const RankGroupOptions&) {
-        return std::string(testing::TestDevice("cuda").status().message());
-      });
-  if (!tried[0].empty()) return SkipTest(tried[0]);
+  if (const std::string why = testing::WhyNoSharedGpu(); !why.empty()) return SkipTest(why);
   const auto wrong = RunWithDeath("cuda", 2, true);
   CHECK(wrong[0] == "");
   CHECK(wrong[1] == "died");

@@ -179,12 +179,7 @@ void OnSim(const Case& test) {
 }
 
 void OnGpu(const Case& test) {
-  // The device is tried in a process of its own: a process that has used CUDA cannot fork.
-  RankGroupOptions one = testing::RankOptions(1);
-  const auto tried = testing::RunRankProcesses(one, [](const RankGroupOptions&) {
-    return std::string(testing::TestDevice("cuda").status().message());
-  });
-  if (!tried[0].empty()) return SkipTest(tried[0]);
+  if (const std::string why = testing::WhyNoSharedGpu(); !why.empty()) return SkipTest(why);
   const RankGroupOptions options = testing::RankOptions(2);
   CHECK(testing::Joined(testing::RunRankProcesses(options, BodyOn("cuda", test),
                                                   /*share_gpu=*/true)) == "");

@@ -214,11 +214,7 @@ TEST_CASE("requests that end early leave nothing on any rank", "[ranks]") {
 // The ranks' steps are programs that hold the group's operations. Sums in another order round
 // otherwise, so texts may part at near ties.
 TEST_CASE("an engine of two ranks on one GPU gives one engine's answers", "[ranks][cuda]") {
-  const auto tried =
-      testing::RunRankProcesses(testing::RankOptions(1), [](const RankGroupOptions&) {
-        return std::string(testing::TestDevice("cuda").status().message());
-      });
-  if (!tried[0].empty()) return SkipTest(tried[0]);
+  if (const std::string why = testing::WhyNoSharedGpu(); !why.empty()) return SkipTest(why);
   NodeOptions options = OptionsFor("tiny-llama");
   options.kernels = "cuda";
   options.kv_dtype = DType::kBFloat16;
