@@ -86,10 +86,10 @@ def test_keda_asks_for_the_gauges_of_the_autoscalers():
 def test_the_jobs_of_the_monitors_are_those_of_rules_and_dashboard():
     jobs = set()
     for overlay in OVERLAYS:
-        (monitor,) = of_kind(documents(overlay), "PodMonitor")
-        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-        jobs |= {r["replacement"] for r in endpoint["relabelings"] if r["targetLabel"] == "job"}
-    assert jobs == {"sluice", "sluice-prefill"}
+        for monitor in of_kind(documents(overlay), "PodMonitor"):
+            (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+            jobs |= {r["replacement"] for r in endpoint["relabelings"] if r["targetLabel"] == "job"}
+    assert jobs == {"sluice", "sluice-prefill", "sluice-ranks"}
     said = [*queries().values(), *keda_queries(), *(rule["expr"] for group in RULES["groups"] for rule in group["rules"])]
     for text in said:
         for pattern in re.findall(r'job=~?"([^"]*)"', text):

@@ -19,14 +19,13 @@ namespace {
 // A pool of entries as UpdateResidency keeps it: what was used longest ago leaves, by whole steps.
 class Pool {
  public:
-  explicit Pool(int64_t places) : places_(places) {}
   // Returns the misses of a step; `written` is its new entry.
-  int64_t Step(const std::vector<int32_t>& selected, int32_t written) {
+  int64_t Step(int64_t places, const std::vector<int32_t>& selected, int32_t written) {
     int64_t missed = 0;
     Use(written);
     for (const int32_t entry : selected) missed += Has(entry) ? 0 : 1;
     for (const int32_t entry : selected) Use(entry);
-    while (std::ssize(order_) > places_) order_.pop_back();
+    while (std::ssize(order_) > places) order_.pop_back();
     return missed;
   }
 
@@ -38,7 +37,6 @@ class Pool {
     order_.remove(entry);
     order_.push_front(entry);
   }
-  const int64_t places_;
   std::list<int32_t> order_;  // newest first
 };
 
@@ -72,22 +70,21 @@ TEST_CASE("what pools of other sizes would miss is what such pools miss") {
   std::vector<Drift> drifts;
   for (size_t layer = 0; layer < 3; ++layer) {
     drifts.emplace_back(kTopK, kFresh[layer], layer + 1);
-    for (const double ratio : SelectionReuse::kRatios) {
-      pools[layer].emplace_back(static_cast<int64_t>(ratio * kTokens));
-      missed[layer].push_back(0);
-    }
+    pools[layer].resize(SelectionReuse::kRatios.size());
+    missed[layer].resize(SelectionReuse::kRatios.size());
   }
   constexpr int kSteps = SelectionReuse::kWarmSteps + SelectionReuse::kCountedSteps;
   for (int step = 0; step < kSteps; ++step) {
     REQUIRE(!reuse.done());
-    // The pools' sizes go with the first step's tokens, the counted ones' with each step's.
     const int64_t tokens = kTokens + step;
     std::vector<int32_t> selected;
     for (size_t layer = 0; layer < 3; ++layer) {
       const std::vector<int32_t>& list = drifts[layer].Next(tokens);
       selected.insert(selected.end(), list.begin(), list.end());
       for (size_t i = 0; i < pools[layer].size(); ++i) {
-        const int64_t misses = pools[layer][i].Step(list, static_cast<int32_t>(tokens - 1));
+        const auto places =
+            static_cast<int64_t>(SelectionReuse::kRatios[i] * static_cast<double>(tokens));
+        const int64_t misses = pools[layer][i].Step(places, list, static_cast<int32_t>(tokens - 1));
         if (step >= SelectionReuse::kWarmSteps) missed[layer][i] += misses;
       }
     }
