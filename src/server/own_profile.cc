@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/attention/policy_profile.h"
 #include "src/base/logging.h"
+#include "src/server/ranks.h"
 
 namespace sluice {
 namespace {
@@ -54,7 +55,10 @@ std::string WhyNotWritable(const std::string& path) {
 
 std::string OwnProfilePath(const Config& config, const std::string& fingerprint) {
   std::string folder = config.policy_profile_folder();
-  if (config.policy() != "ess" || !config.policy_profile().empty() || folder == "none") return "";
+  if (config.policy() != "ess" || !config.policy_profile().empty() || folder == "none" ||
+      RanksOf(config) > 1) {
+    return "";
+  }
   if (folder == "auto") folder = CacheFolder();
   return folder.empty() ? "" : absl::StrCat(folder, "/ess-", fingerprint.substr(0, 16), ".json");
 }

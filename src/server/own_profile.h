@@ -14,7 +14,8 @@
 namespace sluice {
 
 // Returns the file of the model with this fingerprint; empty if the node keeps none: another
-// policy, a profile that was given, a folder `none`, or `auto` without a home directory.
+// policy, a profile that was given, several ranks, which would each write it, a folder `none`, or
+// `auto` without a home directory.
 std::string OwnProfilePath(const Config& config, const std::string& fingerprint);
 
 // Fills in what `options` take from that file, or has the policy make one if there is none. A file
