@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "src/kv/page_pool.h"
+#include "src/kv/prefix_cache.h"
+#include "src/kv/sequence_cache.h"
 
 namespace sluice {
 
@@ -35,6 +37,19 @@ inline std::unique_ptr<PagePool> MakePool(const std::string& name, const CacheLa
       overcommit);
   REQUIRE(pool.ok());
   return *std::move(pool);
+}
+
+// Returns a sequence's cache for `tokens`, whose leading blocks are shared as far as they are
+// known; null if there is no room.
+inline std::unique_ptr<SequenceCache> BeginBehindPrefix(PagePool& pool, PrefixCache& prefixes,
+                                                        const std::string& tenant,
+                                                        const std::vector<int32_t>& tokens) {
+  SharedPrefix prefix = prefixes.Find(tenant, tokens);
+  Reservation rest = pool.TryReserve(std::ssize(tokens) - prefix.tokens());
+  if (rest.empty()) return nullptr;
+  auto made = std::make_unique<SequenceCache>(&pool, std::move(rest), std::move(prefix));
+  made->EnsureTokens(std::ssize(tokens));
+  return made;
 }
 
 }  // namespace sluice

@@ -51,16 +51,9 @@ struct World {
     cache = PrefixCache::Create(pool.get());
   }
 
-  // Returns a sequence's cache for `tokens`, whose leading blocks are shared as far as known; null
-  // if there is no room.
   std::unique_ptr<SequenceCache> Begin(const std::string& tenant,
                                        const std::vector<int32_t>& tokens) {
-    SharedPrefix prefix = cache->Find(tenant, tokens);
-    Reservation rest = pool->TryReserve(std::ssize(tokens) - prefix.tokens());
-    if (rest.empty()) return nullptr;
-    auto made = std::make_unique<SequenceCache>(pool.get(), std::move(rest), std::move(prefix));
-    made->EnsureTokens(std::ssize(tokens));
-    return made;
+    return BeginBehindPrefix(*pool, *cache, tenant, tokens);
   }
   template <typename Visit>
   void ForEachPage(const SequenceCache& of, int64_t begin, int64_t end, Visit&& visit) const {

@@ -55,12 +55,7 @@ struct World {
 
   std::unique_ptr<SequenceCache> Begin(const std::string& tenant,
                                        const std::vector<int32_t>& tokens) {
-    SharedPrefix prefix = cache->Find(tenant, tokens);
-    Reservation rest = pool->TryReserve(std::ssize(tokens) - prefix.tokens());
-    if (rest.empty()) return nullptr;
-    auto made = std::make_unique<SequenceCache>(pool.get(), std::move(rest), std::move(prefix));
-    made->EnsureTokens(std::ssize(tokens));
-    return made;
+    return BeginBehindPrefix(*pool, *cache, tenant, tokens);
   }
   void Run(const std::string& tenant, const std::vector<int32_t>& tokens) {
     auto sequence = Begin(tenant, tokens);
