@@ -91,7 +91,7 @@ absl::Status DecodeNode::LoadModelAndMemory() {
 absl::Status DecodeNode::MakeLeader() {
   SLUICE_ASSIGN_OR_RETURN(const HintPart part,
                           HintPartOf(model_->whole_config(), 0, RanksOf(config_)));
-  SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks_.channel));
+  SLUICE_RETURN_IF_ERROR(AwaitRanks(*ranks_.channel));
   const int slots = static_cast<int>(config_.max_sequences());
   RankDivision division;
   division.part = part;
@@ -225,6 +225,7 @@ absl::Status DecodeNode::StartEngine() {
     parts.trace = recorder_.get();
   }
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
+  if (ranks_.channel != nullptr) SLUICE_RETURN_IF_ERROR(AwaitRanks(*ranks_.channel));
   if (drafter_ != nullptr) {
     Log(LogLevel::kInfo, "speculation ready",
         {{"drafter", drafter_->name()}, {"draft_tokens", options.draft_tokens}});

@@ -220,7 +220,7 @@ absl::StatusOr<std::unique_ptr<SharedArenas>> MakeArenas(RankChannel& channel,
   return SharedArenas::Make(channel, MeetingName(config, "dram"), config.dram_bytes(), kLoadTime);
 }
 
-absl::Status AwaitLoaded(RankChannel& channel) { return channel.Meet(kLoadTime); }
+absl::Status AwaitRanks(RankChannel& channel) { return channel.Meet(kLoadTime); }
 
 absl::Status RunFollower(Config config, Signals& signals) {
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, NewDevice(config));
@@ -237,7 +237,7 @@ absl::Status RunFollower(Config config, Signals& signals) {
   SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory,
                           NewNodeMemory(config, *model, device.get(), ranks.arenas.get()));
   if (ranks.arenas != nullptr) memory.dram->FollowRankZero();
-  SLUICE_RETURN_IF_ERROR(AwaitLoaded(*ranks.channel));
+  SLUICE_RETURN_IF_ERROR(AwaitRanks(*ranks.channel));
   RankFollower::Options options;
   SLUICE_ASSIGN_OR_RETURN(
       options.part,
@@ -250,6 +250,7 @@ absl::Status RunFollower(Config config, Signals& signals) {
       RankFollower::Create(options,
                            {device.get(), model.get(), memory.policy.get(), ranks.channel.get(),
                             ranks.group.get(), memory.dram.get(), ranks.rows.get()}));
+  SLUICE_RETURN_IF_ERROR(AwaitRanks(*ranks.channel));
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<FollowerPort> port,
       FollowerPort::Open(config, {device.get(), model.get(), &memory, ranks.group.get()}));

@@ -61,8 +61,9 @@ absl::Status ShareSettings(RankChannel& channel, Config* config);
 // number, the same on every rank.
 absl::StatusOr<std::unique_ptr<SharedArenas>> MakeArenas(RankChannel& channel,
                                                          const Config& config);
-// Waits until all ranks have loaded, so that their first steps begin together.
-absl::Status AwaitLoaded(RankChannel& channel);
+// Waits until all ranks have come so far: once with their caches, and once with their recorded
+// steps, since recording may take longer than a rank may keep the others waiting in a step.
+absl::Status AwaitRanks(RankChannel& channel);
 
 // Runs a rank other than 0 until rank 0 stops, which is the good end. Once it follows, signals do
 // not end it: rank 0 has sequences to finish, which need every rank.
