@@ -14,7 +14,6 @@ namespace sluice {
 
 using kernels::kMaxLogitBias;
 using kernels::kMaxStopIds;
-using kernels::kMaxTopLogprobs;
 using kernels::SamplingSlot;
 
 absl::StatusOr<std::unique_ptr<BatchState>> BatchState::Create(const Options& options,
