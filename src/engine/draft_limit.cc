@@ -9,9 +9,9 @@
 namespace sluice {
 namespace {
 
-// Sequences' steps after which an older share of accepted drafts counts 1/e.
+// Shares are averages over about so many steps of sequences.
 constexpr double kMemory = 256;
-// Shares of accepted drafts before any step was seen: such that every limit is as good.
+// The share of accepted drafts that is assumed at each position before a step was seen.
 constexpr double kUnknownShare = 0.5;
 
 }  // namespace
