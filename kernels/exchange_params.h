@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/latent_params.h"
 #include "kernels/params.h"
 
 namespace sluice::kernels {
@@ -77,6 +78,17 @@ struct UnpackRowsParams {
   DType x_type;
   DType type;
 };
+// Returns the parameters of RoutePairs that list the pairs of the rows that arrived.
+inline RouteParams PairsOf(const UnpackRowsParams& p) {
+  RouteParams route{};
+  route.chosen = p.chosen;
+  route.pairs = p.pairs;
+  route.begins = p.begins;
+  route.rows = p.ranks * p.capacity;
+  route.k = p.choices;
+  route.experts = p.experts_each;
+  return route;
+}
 
 // Computes out[r] += parts[places[r][0]] + ... + parts[places[r][ranks - 1]], summed in that order;
 // a place of -1 counts nothing.

@@ -117,16 +117,7 @@ void UnpackRows(const UnpackRowsParams& p, Worker worker) {
   }
 }
 
-void UnpackPairs(const UnpackRowsParams& p, Worker worker) {
-  RouteParams route{};
-  route.chosen = p.chosen;
-  route.pairs = p.pairs;
-  route.begins = p.begins;
-  route.rows = p.ranks * p.capacity;
-  route.k = p.choices;
-  route.experts = p.experts_each;
-  RoutePairs(route, worker);
-}
+void UnpackPairs(const UnpackRowsParams& p, Worker worker) { RoutePairs(PairsOf(p), worker); }
 
 void AddParts(const AddPartsParams& p, Worker worker) {
   const Range mine = Share(p.rows, worker);

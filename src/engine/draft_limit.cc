@@ -49,13 +49,13 @@ double DraftLimit::Tokens(int limit) const {
   return tokens;
 }
 
-void DraftLimit::Note(int sequences, int limit, absl::Span<const int> accepted,
+void DraftLimit::Note(int sequences, int limit, int decoded, absl::Span<const int> accepted,
                       absl::Duration time) {
-  if (sequences < 1 || most_ == 0) return;
-  const double weight = sequences / (sequences + kMemory);
+  if (decoded < 1 || most_ == 0) return;
+  const double weight = decoded / (decoded + kMemory);
   for (int i = 0; i < limit; ++i) {
     double& share = accepted_[static_cast<size_t>(i)];
-    share += weight * (accepted[static_cast<size_t>(i)] / static_cast<double>(sequences) - share);
+    share += weight * (accepted[static_cast<size_t>(i)] / static_cast<double>(decoded) - share);
   }
   Group& group = groups_[static_cast<size_t>(GroupOf(sequences))];
   if (group.limit < 0) group.limit = most_;

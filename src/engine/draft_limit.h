@@ -24,9 +24,11 @@ class DraftLimit {
   // Returns the drafts that each sequence may bring to a step of so many sequences.
   int Of(int sequences) const;
 
-  // Notes a step of decode rows alone whose sequences might bring `limit` drafts each. accepted[i]
-  // of them had their draft at position i accepted; it has `limit` entries or more.
-  void Note(int sequences, int limit, absl::Span<const int> accepted, absl::Duration time);
+  // Notes a step of decode rows alone for which Of(sequences) was `limit`. `decoded` of the
+  // sequences had rows in it, and accepted[i] of those had their draft at position i accepted; it
+  // has `limit` entries or more.
+  void Note(int sequences, int limit, int decoded, absl::Span<const int> accepted,
+            absl::Duration time);
 
   static constexpr double kLeastGain = 1.03;
   // Steps of a trial, the first of which are not timed: the device may record a step of another

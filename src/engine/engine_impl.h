@@ -70,6 +70,7 @@ class EngineImpl : public Engine {
     bool drafts = false;             // whether a row is a draft
     bool decodes = false;            // whether all rows choose tokens
     int draft_limit = 0;             // drafts that a sequence might bring
+    int running = 0;                 // sequences in the batch, by whose number the limit goes
   };
 
   absl::Status CheckRequest(const Request& request) const;

@@ -42,8 +42,8 @@ enum class RankOrder : uint8_t {
   kStop,
 };
 
-// What the leader's policy admitted. Pages of DRAM have the leader's numbers on every rank, so that
-// rank 0 can write the caches of all heads, and knows which pages are free.
+// A RankAdmission says what the leader's policy admitted. Pages of DRAM have the leader's numbers
+// on every rank, so that rank 0 can write the caches of all heads, and knows which pages are free.
 struct RankAdmission {
   int64_t context = 0;
   int64_t total = 0;

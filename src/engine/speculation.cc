@@ -86,8 +86,8 @@ void EngineImpl::LearnLimit(const Step& step, absl::Time now) {
     // longer pause is not: there was nothing to do.
     constexpr absl::Duration kPause = absl::Milliseconds(5);
     const bool paused = step.launched > last_completed_ + kPause;
-    draft_limit_->Note(static_cast<int>(step.sampled.size()), step.draft_limit, accepted_,
-                       now - (paused ? step.launched : last_completed_));
+    draft_limit_->Note(step.running, step.draft_limit, static_cast<int>(step.sampled.size()),
+                       accepted_, now - (paused ? step.launched : last_completed_));
     parts_.metrics->draft_limit.Set(DraftsNow());
   }
   std::fill(accepted_.begin(), accepted_.end(), 0);

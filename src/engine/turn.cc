@@ -194,6 +194,7 @@ void EngineImpl::EnterStep(uint64_t number, Step* step) {
   step->drafts = false;
   step->decodes = true;
   step->draft_limit = parts_.drafter == nullptr ? 0 : DraftsNow();
+  step->running = static_cast<int>(running_.size());
   for (const PlanRow& row : plan_.rows) {
     Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
     sequence.cached += row.rehearsal ? 0 : row.count - row.drafts;

@@ -70,7 +70,7 @@ class ChunkLanding {
     // The block landed before, and its bytes are compared; or other sequences share it, and they
     // are ignored: another node's kernels may make others of the same tokens.
     enum class Use { kWrite, kCompare, kIgnore } use;
-    // Of a divided model: where the ranks that have the head are from `target`; else null.
+    // Says how far from `target` each rank has the head, where ranks divide the model; else null.
     const std::vector<std::ptrdiff_t>* ranks = nullptr;
   };
   // Compares or writes bytes of the payload that begin `offset` bytes into a piece.

@@ -146,7 +146,7 @@ def test_ranks_share_a_container_a_pod_and_its_memory(tmp_path):
         assert volume["emptyDir"]["medium"] == "Memory"
         room = quantity(volume["emptyDir"]["sizeLimit"]) - node.ranks * quantity(config["dram_bytes"])
         assert 1 << 30 <= room <= 8 << 30
-        # What lies there counts as the container's memory.
+        # Whatever lies there counts as the memory of the container.
         assert quantity(volume["emptyDir"]["sizeLimit"]) < quantity(node.container["resources"]["limits"]["memory"])
         for rank in range(1, node.ranks):
             assert node.ports[f"admin-rank-{rank}"] == node.ports["admin"] + rank

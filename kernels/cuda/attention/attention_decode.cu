@@ -21,7 +21,7 @@ namespace sluice::kernels::cuda {
 namespace {
 
 constexpr int kBlocksPerSm = 1;
-// What a block may have besides MakePlan's, whose alignment takes 1 KiB.
+// A block may have so much besides MakePlan's memory, whose alignment takes 1 KiB.
 constexpr size_t kSharedBytes = 226 << 10;
 
 template <typename Out>

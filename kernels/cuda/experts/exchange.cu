@@ -163,14 +163,7 @@ cudaError_t LaunchUnpackRows(const UnpackRowsParams& p, cudaStream_t stream) {
   const cudaError_t error = LaunchKernel(UnpackRowsKernel, grid, kThreads, 0, stream, p,
                                          RowUnitOf(p.dim, p.choices, p.type));
   if (error != cudaSuccess) return error;
-  RouteParams route{};
-  route.chosen = p.chosen;
-  route.pairs = p.pairs;
-  route.begins = p.begins;
-  route.rows = p.ranks * p.capacity;
-  route.k = p.choices;
-  route.experts = p.experts_each;
-  return LaunchRoutePairs(route, stream);
+  return LaunchRoutePairs(PairsOf(p), stream);
 }
 
 cudaError_t LaunchAddParts(const AddPartsParams& p, cudaStream_t stream) {

@@ -47,7 +47,7 @@ double Run(const Machine& machine, DraftLimit& limit, int steps, SplitMix64& ran
     const double took = (machine.fixed + machine.row * machine.sequences * (1 + drafts)) * noise *
                         (random.Below(20) == 0 ? 3 : 1);
     time += took;
-    limit.Note(machine.sequences, drafts, accepted, absl::Milliseconds(took));
+    limit.Note(machine.sequences, drafts, machine.sequences, accepted, absl::Milliseconds(took));
   }
   return tokens / time;
 }
@@ -93,18 +93,30 @@ TEST_CASE("the limit follows a change, and knows batches of other sizes apart") 
 TEST_CASE("a step that another limit launched is not taken for a trial's") {
   DraftLimit limit(2);
   const std::array<int, 2> none = {0, 0};
-  for (int i = 0; i < DraftLimit::kLeastWait; ++i) limit.Note(4, 2, none, absl::Milliseconds(10));
+  for (int i = 0; i < DraftLimit::kLeastWait; ++i)
+    limit.Note(4, 2, 4, none, absl::Milliseconds(10));
   REQUIRE(limit.Of(4) == 1);  // the trial
-  for (int i = 0; i < 100; ++i) limit.Note(4, 2, none, absl::Milliseconds(1));
+  for (int i = 0; i < 100; ++i) limit.Note(4, 2, 4, none, absl::Milliseconds(1));
   CHECK(limit.Of(4) == 1);
   // Had the steps of 1 ms counted, two drafts would look best.
-  for (int i = 0; i < DraftLimit::kTrialSteps; ++i) limit.Note(4, 1, none, absl::Milliseconds(8));
+  for (int i = 0; i < DraftLimit::kTrialSteps; ++i)
+    limit.Note(4, 1, 4, none, absl::Milliseconds(8));
   CHECK(limit.Of(4) <= 1);
+}
+
+TEST_CASE("sequences without a row in a step do not change whose trial it is") {
+  DraftLimit limit(2);
+  const std::array<int, 2> half = {1, 0};
+  for (int i = 0; i < DraftLimit::kLeastWait; ++i) {
+    limit.Note(8, 2, 2, half, absl::Milliseconds(10));
+  }
+  CHECK(limit.Of(8) == 1);  // its trial, though two of eight had rows
+  CHECK(limit.Of(2) == 2);
 }
 
 TEST_CASE("without drafts there is nothing to choose") {
   DraftLimit limit(0);
-  for (int i = 0; i < 200; ++i) limit.Note(3, 0, {}, absl::Milliseconds(1));
+  for (int i = 0; i < 200; ++i) limit.Note(3, 0, 3, {}, absl::Milliseconds(1));
   CHECK(limit.Of(3) == 0);
 }
 

@@ -41,7 +41,7 @@ TEST_CASE("a pool that follows rank 0's has the same pages, whoever else has the
     const auto other = SequenceCache::OfRankZero(follows.get(), shared);
     CHECK(other->shared_tokens() == 8);
     CHECK(same(*other, second));
-    // What a cache takes later is what was chosen for it.
+    // A cache takes later what was chosen for it.
     SequenceCache later(follows.get(), follows->TryReserve(33));
     follows->ChoosePages(second.Describe().pages);
     later.EnsureTokens(33);

@@ -45,7 +45,7 @@ class Reservation:
         self._request_id = request_id
         self._prompt = prompt
         self._wish = wish
-        # What runs for the reservation stops once this is set: nobody waits for it any more.
+        # Calls that run for the reservation stop once this is set: nobody waits for them any more.
         self._given_up = threading.Event()
         self._concluding = False
         self._renewed = time.monotonic()

@@ -373,7 +373,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
         },
         // Beside it run the first half's transfer, and the next step's of the layer before.
         (first > first_row ? options_.ess.transfer_workers : 0) + prefetch_workers, prefetches);
-    if (first == first_row && sampler_ != nullptr && sampler_->active()) {
+    if (first == 0 && sampler_ != nullptr && sampler_->active()) {
       sampler_->Sample(stream, layer, selection_->lists());
       sampled_.insert(rows);
     }

@@ -1,7 +1,8 @@
-// How many entries a sequence would miss in pools of other sizes, counted from what its rows
-// select. A pool takes places from the entries used longest ago, so an entry has a place if as many
-// others or fewer were used since: one record of selections tells the misses of every size (Mattson
-// et al., "Evaluation techniques for storage hierarchies", 1970). This file is arithmetic alone.
+// SelectionReuse counts how many entries a sequence would miss in pools of other sizes, from what
+// its rows select. A pool takes places from the entries used longest ago, so an entry has a place
+// if as many others or fewer were used since: one record of selections tells the misses of every
+// size (Mattson et al., "Evaluation techniques for storage hierarchies", 1970). This file is
+// arithmetic alone.
 #pragma once
 
 #include <array>
