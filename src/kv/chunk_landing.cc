@@ -195,6 +195,22 @@ void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
   FenceStreamedStores();
 }
 
+std::vector<ChunkLanding::Target> ChunkLanding::Targets() const {
+  std::vector<Target> targets;
+  targets.reserve(pieces_.size());
+  for (const Piece& piece : pieces_) {
+    SLUICE_CHECK(piece.ranks == nullptr, "other ranks' memory is written by Append alone");
+    targets.push_back({piece.use == Piece::Use::kWrite ? piece.target : nullptr, piece.bytes});
+  }
+  return targets;
+}
+
+void ChunkLanding::Received(uint32_t crc32c) {
+  SLUICE_FAILPOINT_PAUSE(kIngestLanding);
+  crc_ = crc32c;
+  left_ = 0;
+}
+
 absl::StatusOr<uint64_t> ChunkLanding::Finish() {
   SLUICE_CHECK(!finished_);
   if (left_ > 0) {

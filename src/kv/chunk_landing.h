@@ -53,13 +53,23 @@ class ChunkLanding {
   uint64_t left() const { return left_; }
   // Copies the next bytes into their pages. REQUIRES: bytes.size() <= left().
   void Append(absl::Span<const uint8_t> bytes);
+  // The payload may also come by other means than Append. Targets() says where its bytes go, in
+  // order. Whoever writes them there, also a device, has ended when it calls Received() with the
+  // checksum of all of them, and before this landing goes. REQUIRES: the model is not divided among
+  // ranks.
+  struct Target {
+    uint8_t* data;  // null: nowhere, because the block is there
+    uint64_t bytes;
+  };
+  std::vector<Target> Targets() const;
+  void Received(uint32_t crc32c);
   // Checks the checksum and counts the blocks as landed. Returns how many blocks are new: 0 if the
   // chunk repeats what is there. Errors:
   //   INVALID_ARGUMENT     bytes are missing
   //   DATA_LOSS            the checksum does not hold; the blocks stay missing (CHECKSUM_MISMATCH)
   //   NOT_FOUND            the transfer has ended meanwhile (TRANSFER_NOT_FOUND)
   //   FAILED_PRECONDITION  the blocks landed before with other bytes: the transfer is poisoned
-  // Call it at most once after all bytes are there.
+  // Call it at most once after all bytes are there. Bytes that went nowhere are not compared.
   absl::StatusOr<uint64_t> Finish();
 
  private:

@@ -191,7 +191,14 @@ inline constexpr Metric kPulls{
     "reason is the one in the status, or OTHER",
     "outcome,reason"};
 inline constexpr Metric kPullBytes{"sluice_pull_bytes_total", Type::kCounter,
-                                   "KV bytes of the pulls that succeeded", ""};
+                                   "KV bytes of the pulls that succeeded, by what carried them: "
+                                   "grpc, nccl or shared_memory (setting kv_transport)",
+                                   "transport"};
+inline constexpr Metric kLinkReads{
+    "sluice_pull_link_reads_total", Type::kCounter,
+    "Pulls that were tried over a link between devices (kv_transport nccl), by outcome: done, "
+    "refused (gRPC carried everything) or broken (gRPC carried the rest)",
+    "outcome"};
 inline constexpr Metric kPullSeconds{
     "sluice_pull_seconds", Type::kHistogram,
     "Time from the request to the last block of a pull, whether it succeeded or not", ""};

@@ -63,6 +63,8 @@ constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch"
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
 constexpr std::array<const char*, 3> kRefusalNames = {"peer", "all", "system"};
 constexpr std::array<const char*, 2> kSpanLossNames = {"full", "failed"};
+constexpr std::array<const char*, 3> kPullTransportNames = {"grpc", "nccl", "shared_memory"};
+constexpr std::array<const char*, 3> kLinkReadNames = {"done", "refused", "broken"};
 constexpr std::array<const char*, 3> kScheduleNames = {"none", "da", "dba"};
 constexpr std::array<const char*, 2> kMoverNames = {"uva", "cpu"};
 
@@ -170,7 +172,6 @@ Metrics::Metrics()
       checksum_failures(registry_->MakeCounter(names::kChecksumFailures)),
       resumes(registry_->MakeCounter(names::kResumes)),
       pulls_done(registry_->MakeCounter(names::kPulls, {{"outcome", "done"}, {"reason", "NONE"}})),
-      pull_bytes(registry_->MakeCounter(names::kPullBytes)),
       pull_seconds(registry_->MakeHistogram(names::kPullSeconds, LongSeconds())),
       local_prefills(registry_->MakeCounter(names::kLocalPrefills)),
       rank(registry_->MakeGauge(names::kRank)),
@@ -190,6 +191,16 @@ Metrics::Metrics()
       requests_(registry_->MakeRequests()),
       reserves_refused_(registry_->MakeForEach(names::kReserves, "refused", kReserveReasons)),
       pulls_failed_(registry_->MakeForEach(names::kPulls, "failed", kPullReasons)),
+      pull_bytes_(Registry::ForEach<Counter>(
+          kPullTransportNames,
+          [&](const char* name) {
+            return registry_->MakeCounter(names::kPullBytes, {{"transport", name}});
+          })),
+      link_reads_(Registry::ForEach<Counter>(
+          kLinkReadNames,
+          [&](const char* name) {
+            return registry_->MakeCounter(names::kLinkReads, {{"outcome", name}});
+          })),
       tokens_(Registry::ForEach<Counter>(
           kTokenKindNames,
           [&](const char* name) {

@@ -78,6 +78,12 @@ inline constexpr size_t kStepPhases = 7;
 // Why spans were dropped.
 enum class SpanLoss { kFull, kFailed };
 
+// What carries the KV of a pull.
+enum class PullTransport { kGrpc, kNccl, kSharedMemory };
+
+// How a read over a link between devices ended.
+enum class LinkRead { kDone, kRefused, kBroken };
+
 // The memory of one kind of cache in one tier.
 struct TierGauges {
   Gauge capacity_bytes;
@@ -161,6 +167,12 @@ class Metrics {
   const Counter& requests(RequestOutcome outcome, std::string_view reason) const;
   const Counter& reserves_refused(std::string_view reason) const;
   const Counter& pulls_failed(std::string_view reason) const;
+  const Counter& pull_bytes(PullTransport transport) const {
+    return pull_bytes_[static_cast<size_t>(transport)];
+  }
+  const Counter& link_reads(LinkRead outcome) const {
+    return link_reads_[static_cast<size_t>(outcome)];
+  }
   const Counter& spans_dropped(SpanLoss why) const {
     return spans_dropped_[static_cast<size_t>(why)];
   }
@@ -234,7 +246,6 @@ class Metrics {
   const Counter checksum_failures;
   const Counter resumes;
   const Counter pulls_done;
-  const Counter pull_bytes;
   const Histogram pull_seconds;
   const Counter local_prefills;
   const Gauge rank;
@@ -259,6 +270,8 @@ class Metrics {
   const std::vector<Counter> requests_;          // by index in kRequestReasons
   const std::vector<Counter> reserves_refused_;  // by index in kReserveReasons
   const std::vector<Counter> pulls_failed_;      // by index in kPullReasons
+  const std::array<Counter, 3> pull_bytes_;      // by PullTransport
+  const std::array<Counter, 3> link_reads_;      // by LinkRead
   const std::array<Counter, kTokenKinds> tokens_;
   const std::array<Counter, 2> decoded_tokens_;  // false, true
   const std::array<Histogram, kStepPhases> step_seconds_;

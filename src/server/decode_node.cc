@@ -21,6 +21,7 @@
 #include "src/server/auto_policy.h"
 #include "src/server/decode_metrics.h"
 #include "src/server/events.h"
+#include "src/server/kv_links.h"
 #include "src/server/model_setup.h"
 #include "src/server/plan.h"
 #include "src/server/program.h"
@@ -187,6 +188,16 @@ absl::Status DecodeNode::MakeTransfers() {
   pull.sources = *std::move(sources);
   pull.transfers = transfers_.get();
   pull.channels = channels_.get();
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PeerLinks> links, NewKvLinks(config_, device_.get()));
+  if (links != nullptr) {
+    LinkReader::Options read;
+    read.links = std::move(links);
+    read.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
+    // The messages under way take HBM at either end.
+    read.message_bytes = std::min<size_t>(config_.max_chunk_bytes(), kLinkMessageBytes);
+    links_ = std::make_unique<LinkReader>(std::move(read));
+  }
+  pull.links = links_.get();
   puller_ = std::make_unique<Puller>(std::move(pull));
   return absl::OkStatus();
 }

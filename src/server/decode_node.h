@@ -29,6 +29,7 @@
 #include "src/service/events/event_publisher.h"
 #include "src/service/generate/call_pump.h"
 #include "src/service/grpc/channels.h"
+#include "src/service/pull/link_reader.h"
 #include "src/service/pull/puller.h"
 
 namespace sluice {
@@ -73,6 +74,7 @@ class DecodeNode : public Node {
   std::unique_ptr<TransferTable> transfers_;
   std::unique_ptr<EventPublisher> events_;  // null: nothing is published
   std::unique_ptr<Channels> channels_;
+  std::unique_ptr<LinkReader> links_;  // null: kv_transport is grpc
   std::unique_ptr<Puller> puller_;
   std::unique_ptr<StepRecorder> recorder_;  // null: trace_steps is 0
   std::unique_ptr<Drafter> drafter_;        // null: the node does not speculate

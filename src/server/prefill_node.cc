@@ -9,6 +9,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 #include "src/facade/smg_service.h"
+#include "src/server/kv_links.h"
 #include "src/server/model_setup.h"
 #include "src/service/access/credentials.h"
 #include "src/service/admin/prefill_admin_service.h"
@@ -70,6 +71,13 @@ absl::Status PrefillNode::LoadModelAndMemory() {
     held.max_bytes = config_.hold_bytes();
     held.max_lease = absl::Seconds(config_.hold_seconds());
     held_ = std::make_unique<HeldPrompts>(std::move(held), prefiller_.get());
+    SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PeerLinks> links, NewKvLinks(config_, device_.get()));
+    if (links != nullptr) {
+      SourceLinks::Options ends;
+      ends.links = std::move(links);
+      ends.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
+      links_ = std::make_unique<SourceLinks>(std::move(ends));
+    }
   }
   return absl::OkStatus();
 }
@@ -169,6 +177,7 @@ absl::Status PrefillNode::AddHoldingServices(std::vector<GrpcService>* services)
   source.model_fingerprint = model_->fingerprint();
   source.layout = model_->cache_layout();
   source.held = held_.get();
+  source.links = links_.get();
   source.rooms = rooms;
   source.access = security_.access();
   services->push_back(NewSourceService(std::move(source)));

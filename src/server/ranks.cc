@@ -109,6 +109,10 @@ absl::Status CheckRanks(Config* config) {
                                          ", and policy is ", policy));
   }
   if (DividesExperts(*config)) SLUICE_RETURN_IF_ERROR(CheckOwnSequences(config));
+  // Rank 0's device does not hold the heads of the others.
+  if (config->kv_transport() != "grpc") {
+    return Refused(*config, "have no links to prefill nodes: set kv_transport to grpc");
+  }
   if (config->speculation() == "auto") config->set_speculation("none");
   if (DraftTokensOf(*config) > 0)
     return Refused(*config, "make no drafts: set speculation to none");

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sluice_gpu import bench, cases, e2e, fluxion, gpu_test, latent, policies, policy_runs, stage, weights
+from sluice_gpu import bench, cases, e2e, fluxion, gpu_test, latent, policies, policy_runs, stage, transport, weights
 from sluice_gpu.jobs import Job, run_jobs
 from sluice_gpu.place import Place
 
@@ -246,7 +246,7 @@ def test_help_teaches(tool):
     assert "examples:" in done.stdout and f"{tool}" in done.stdout
 
 
-@pytest.mark.parametrize("part", sorted(policies.PARTS))
+@pytest.mark.parametrize("part", sorted(policies.PARTS.keys() - transport.TRANSPORT_PARTS.keys()))
 def test_each_part_names_a_model_and_policies_that_exist(part, tmp_path):
     for run in policies.PARTS[part]:
         if run.quality:
@@ -318,6 +318,16 @@ def test_speculation_runs_batches_that_fit_hbm_and_says_its_acceptance(tmp_path)
         assert words[1] == "step" and "--dummy" in words
         assert of(words, "--speculation-tokens") == "3" and of(words, "--acceptance") == "0.7"
         assert Path(of(words, "--json")).parent.is_dir()
+
+
+def test_links_are_measured_between_two_gpus_where_there_are_two(place, tmp_path, monkeypatch):
+    for gpus, device, flags in ((2, "cuda", True), (1, "cuda", False), (2, "cpu", False)):
+        monkeypatch.setattr(transport, "_gpus", lambda gpus=gpus: gpus)
+        for run in policies.PARTS["kv-transport"]:
+            words = policies.command(run, place, device, False, tmp_path, None)
+            assert Path(words[0]).name == "sluice-link-bench" and of(words, "--tokens") == "32768"
+            assert ("--devices" in words) == flags
+            assert int(of(policies.command(run.quickly(), place, device, True, tmp_path, None), "--tokens")) < 32768
 
 
 def test_drawn_lengths_are_those_of_their_seed():

@@ -47,7 +47,7 @@ def scene(tiny_models, start, golden):
     node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
                  "--max-sequences", "2", "--slow-reader-timeout-seconds", "200ms",
                  "--transfer-wait-seconds", "500ms", "--local-prefill", "on_failure",
-                 "--max-connections-per-peer", str(MOST_OF_PEER))
+                 "--max-connections-per-peer", str(MOST_OF_PEER), "--kv-transport", "nccl")
     prefill = start("sluice-prefill", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB")
     return Scene(node, prefill, golden("tiny-llama"))
 
@@ -259,7 +259,9 @@ CAUSES = {
         (requests("refused", "GENERATE_EXISTS"), 1), (requests("error", "TRANSFER_ABORTED"), 1)]),
     "a prompt read from where it is held": (pull, [
         (("sluice_pulls_total", {"outcome": "done", "reason": "NONE"}), 1), (("sluice_pull_seconds_count", {}), 1),
-        (("sluice_pull_bytes_total", {}), 1536 * len(PULLED)), (requests("finished_length", "MAX_TOKENS"), 1)]),
+        (("sluice_pull_bytes_total", {"transport": "grpc"}), 1536 * len(PULLED)),
+        # The prefill node has no links.
+        (("sluice_pull_link_reads_total", {"outcome": "refused"}), 1), (requests("finished_length", "MAX_TOKENS"), 1)]),
     "a source that is gone, and its prompt computed": (pull_from_nobody, [
         (("sluice_pulls_total", {"outcome": "failed", "reason": "SOURCE_UNREACHABLE"}), 1),
         (("sluice_local_prefills_total", {}), 1), (requests("finished_length", "MAX_TOKENS"), 1)]),

@@ -160,6 +160,7 @@ def test_requests_that_ranks_of_experts_do_not_share_are_refused(ranks):
     (["--tensor-parallel", "2", "--leader", "a:1", "--policy", "clo"], "policy is clo"),
     (["--tensor-parallel", "2", "--leader", "a:1", "--speculation", "ngram"], "speculation to none"),
     (["--tensor-parallel", "3", "--leader", "a:1"], "KV heads"),
+    (["--tensor-parallel", "2", "--leader", "a:1", "--kv-transport", "nccl"], "kv_transport to grpc"),
     (["--expert-parallel", "2", "--leader", "a:1", *COMPUTES], "no experts that ranks could divide"),
     (["--expert-parallel", "2", "--tensor-parallel", "2", "--leader", "a:1"], "tensor_parallel to 1"),
     (["--expert-parallel", "2", "--leader", "a:1"], "local_prefill to always"),

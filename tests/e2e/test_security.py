@@ -63,6 +63,8 @@ DOORS = {
     "KvSource.AwaitPrompt": ({"decode"}, source_pb2.AwaitPromptRequest(room=5, reader="r"), Code.FAILED_PRECONDITION),
     "KvSource.Describe": ({"decode"}, source_pb2.DescribeRequest(source_id=UNKNOWN), Code.NOT_FOUND),
     "KvSource.Read": ({"decode"}, source_pb2.ReadRequest(source_id=UNKNOWN), Code.NOT_FOUND),
+    "KvSource.ReadByLink": ({"decode"}, source_pb2.ReadByLinkRequest(
+        read=source_pb2.ReadRequest(source_id=UNKNOWN)), Code.NOT_FOUND),
     "KvSource.Renew": ({"decode", "router"}, source_pb2.RenewRequest(source_id=UNKNOWN), Code.NOT_FOUND),
     "KvSource.Release": ({"decode", "router"}, source_pb2.ReleaseRequest(source_id=UNKNOWN), Code.OK),
     "VllmEngine.Generate": ({"router"}, vllm_engine_pb2.GenerateRequest(), Code.INVALID_ARGUMENT),

@@ -1,7 +1,8 @@
 """tools/gpu-test --bench --part NAME: measures attention policies side by side, in parts of some minutes.
 
 A part is a few runs of `sluice-bench policies`, and of `sluice-profile` where they need a profile; part `speculation`
-is one of `sluice-bench step`. Reports and traces go to folders of their own, the output to policies-NAME.md and .json.
+is one of `sluice-bench step`, and `kv-transport` has runs of `sluice-link-bench`. Reports and traces go to folders of
+their own, the output to policies-NAME.md and .json.
 With --quick a part runs a small model with short contexts: it rehearses the same rows, and its figures mean nothing.
 """
 
@@ -17,6 +18,7 @@ from sluice_gpu.latent import LATENT_PARTS, LatentRun, ProfileRun
 from sluice_gpu.place import Place
 from sluice_gpu.policy_runs import LLAMA, QWEN8, QWEN25, TURNING, TURNING_DRIFT, HeadsRun, IntervalRun, Run
 from sluice_gpu.speculation import SPECULATION_PARTS, SpeculationRun
+from sluice_gpu.transport import TRANSPORT_PARTS, TransportRun
 
 PART_SECONDS = 480
 EVERYONE = ("full", "scout", "recall-paper", "hgca-mean", "recall", "hgca")
@@ -60,7 +62,7 @@ def _auto(name: str, contexts: tuple[int, ...], most: int = 16, **more) -> Run:
                trace=False, steps=12, distinct=1, **{"layers": 8, "dram_gib": 40, **more})
 
 
-AnyRun = Run | IntervalRun | HeadsRun | LatentRun | ProfileRun | SpeculationRun
+AnyRun = Run | IntervalRun | HeadsRun | LatentRun | ProfileRun | SpeculationRun | TransportRun
 PARTS: dict[str, list[AnyRun]] = {
     # Every policy at its largest batch and at the largest batch of full.
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
@@ -140,6 +142,7 @@ PARTS: dict[str, list[AnyRun]] = {
     **FLUXION_PARTS,
     **LATENT_PARTS,
     **SPECULATION_PARTS,
+    **TRANSPORT_PARTS,
 }
 
 
@@ -150,6 +153,8 @@ def report_of(run: AnyRun, folder: Path) -> Path:
 
 def command(run: AnyRun, place: Place, device: str, quick: bool, folder: Path,
             texts: Path | None) -> list[str]:
+    if isinstance(run, TransportRun):
+        return run.command(place, device)
     if isinstance(run, (IntervalRun, HeadsRun, ProfileRun)):
         begin, out = [str(place.bin / "sluice-profile")], folder / f"{run.name}.json"
     elif isinstance(run, SpeculationRun):

@@ -16,11 +16,10 @@ bool Find(void* library, const char* name, Function* function) {
 absl::Status Load(Nccl* nccl) {
   void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("several ranks on GPUs need libnccl.so.2: install NCCL (the package "
-                     "nvidia-nccl), or put it "
-                     "on LD_LIBRARY_PATH: ",
-                     dlerror()));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "several ranks on GPUs, and kv_transport nccl, need libnccl.so.2: install NCCL "
+        "(the package nvidia-nccl), or put it on LD_LIBRARY_PATH: ",
+        dlerror()));
   }
   const bool complete = Find(library, "ncclGetUniqueId", &nccl->get_unique_id) &&
                         Find(library, "ncclCommInitRankConfig", &nccl->init) &&

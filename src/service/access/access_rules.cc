@@ -56,6 +56,7 @@ constexpr Rule kRules[] = {
     {"/sluice.v1.KvSource/AwaitPrompt", kDecodes},
     {"/sluice.v1.KvSource/Describe", kDecodes},
     {"/sluice.v1.KvSource/Read", kDecodes},
+    {"/sluice.v1.KvSource/ReadByLink", kDecodes},
     // A router keeps or gives up prompts that it has not handed over yet.
     {"/sluice.v1.KvSource/Renew", kDecodesOrRouters},
     {"/sluice.v1.KvSource/Release", kDecodesOrRouters},

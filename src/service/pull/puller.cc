@@ -17,6 +17,7 @@
 #include "src/metrics/metrics.h"
 #include "src/service/grpc/channels.h"
 #include "src/service/ingest/kv_pusher.h"
+#include "src/service/pull/link_reader.h"
 #include "src/service/pull/pull_stream.h"
 #include "src/service/wire/host_port.h"
 #include "src/service/wire/proto_conversion.h"
@@ -50,6 +51,11 @@ bool IsOfPulls(const absl::Status& status) {
          absl::IsResourceExhausted(status) || absl::IsUnavailable(status);
 }
 
+PullTransport TransportOf(const LinkReader* links) {
+  return links->transport() == std::string_view("nccl") ? PullTransport::kNccl
+                                                        : PullTransport::kSharedMemory;
+}
+
 absl::Status NobodyWaits() { return absl::CancelledError("nobody waits for it any more"); }
 
 // Returns an error about the manifest in the words of the request that the manifest was made of.
@@ -71,6 +77,7 @@ struct Puller::Pull {
   int64_t hint_tokens = 0, hint_queries = 0;
   uint32_t cached_tokens = 0;  // leading tokens that are here already and are not read
   int64_t bytes = 0;           // of the rest
+  int64_t link_bytes = 0;      // of those, what came over a link
   RequestTrace trace;
   absl::Time begin, deadline;
   std::shared_ptr<grpc::Channel> channel;
@@ -338,13 +345,19 @@ void Puller::Count(const Pull& pull, const absl::Status& status) const {
     Log(LogLevel::kDebug, "pulled",
         {{"transfer_id", pull.transfer_id},
          {"bytes", pull.bytes},
+         {"bytes_by_link", pull.link_bytes},
+         {"transport", pull.link_bytes > 0 ? options_.links->transport() : "grpc"},
          {"seconds", absl::ToDoubleSeconds(elapsed)}});
   }
   const Metrics& metrics = *options_.metrics;
   metrics.pull_seconds.Observe(elapsed);
   if (status.ok()) {
     metrics.pulls_done.Add();
-    metrics.pull_bytes.Add(static_cast<double>(pull.bytes));
+    metrics.pull_bytes(PullTransport::kGrpc)
+        .Add(static_cast<double>(std::max<int64_t>(pull.bytes - pull.link_bytes, 0)));
+    if (pull.link_bytes > 0) {
+      metrics.pull_bytes(TransportOf(options_.links)).Add(static_cast<double>(pull.link_bytes));
+    }
   } else {
     metrics.pulls_failed(ReasonLabel(status)).Add();
   }
@@ -358,7 +371,9 @@ absl::Status Puller::Attempt(Pull& pull, bool again) {
   if (!Wanted(pull)) return NobodyWaits();
   pull.Connect(*options_.channels, again);
   SLUICE_RETURN_IF_ERROR(Describe(pull));
-  SLUICE_RETURN_IF_ERROR(ReadAll(pull, again));
+  const bool by_link = options_.links != nullptr && !again && pull.bytes > 0;
+  if (by_link) SLUICE_RETURN_IF_ERROR(ReadByLink(pull));
+  SLUICE_RETURN_IF_ERROR(ReadAll(pull, again || pull.link_bytes > 0));
   return Commit(pull);
 }
 
@@ -404,6 +419,50 @@ absl::Status Puller::Describe(Pull& pull) {
   return absl::OkStatus();
 }
 
+void Puller::AddRanges(const Pull& pull, int layer, v1::ReadRequest* request) const {
+  for (const CacheKind& kind : options_.layout.kinds) {
+    *request->add_ranges() =
+        ToProto({static_cast<uint32_t>(layer), kind.name, 0, static_cast<uint32_t>(kind.heads),
+                 pull.cached_tokens, pull.context_length});
+  }
+}
+
+absl::Status Puller::ReadByLink(Pull& pull) {
+  LinkReader::Read read;
+  read.address = pull.source.address;
+  read.request.set_source_id(pull.source.source_id);
+  read.request.set_tenant(pull.tenant);
+  if (pull.cached_tokens > 0) {
+    for (int layer = 0; layer < options_.layout.layers; ++layer) {
+      AddRanges(pull, layer, &read.request);
+    }
+  }
+  read.transfer_id = pull.transfer_id;
+  read.transfers = options_.transfers;
+  read.call = [&](const v1::ReadByLinkRequest& request,
+                  absl::Duration timeout) -> absl::StatusOr<v1::ReadByLinkResponse> {
+    v1::ReadByLinkResponse response;
+    const auto context = pull.NewContext(timeout);
+    SLUICE_RETURN_IF_ERROR(
+        FromGrpcStatus(pull.stub->ReadByLink(context.get(), request, &response)));
+    return response;
+  };
+  read.unwanted = [this] { return ending_.load(); };
+  const LinkReader::Result result = options_.links->Run(read);
+  pull.link_bytes = static_cast<int64_t>(result.bytes);
+  options_.metrics->link_reads(result.outcome).Add();
+  if (result.outcome != LinkRead::kDone) {
+    const bool broken = result.outcome == LinkRead::kBroken;
+    Log(broken ? LogLevel::kWarn : LogLevel::kInfo,
+        broken ? "a link broke: reading what is missing over gRPC" : "a pull goes over gRPC",
+        {{"transfer_id", pull.transfer_id},
+         {"source", pull.source.address},
+         {"bytes_by_link", pull.link_bytes},
+         {"why", result.why.ToString()}});
+  }
+  return result.transfer;
+}
+
 absl::Status Puller::ReadAll(Pull& pull, bool again) {
   std::vector<v1::ReadRequest> requests(1);
   if (again) {
@@ -422,11 +481,7 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
         std::clamp<int64_t>(pull.bytes / kBytesOfAStream, 1, std::max(options_.streams, 1)));
     requests.resize(std::min<size_t>(streams, static_cast<size_t>(options_.layout.layers)));
     for (int layer = 0; layer < options_.layout.layers; ++layer) {
-      for (const CacheKind& kind : options_.layout.kinds) {
-        *requests[static_cast<size_t>(layer) % requests.size()].add_ranges() =
-            ToProto({static_cast<uint32_t>(layer), kind.name, 0, static_cast<uint32_t>(kind.heads),
-                     pull.cached_tokens, pull.context_length});
-      }
+      AddRanges(pull, layer, &requests[static_cast<size_t>(layer) % requests.size()]);
     }
   }
   std::list<PullStream> streams;

@@ -26,7 +26,12 @@
 
 namespace sluice {
 
+namespace v1 {
+class ReadRequest;
+}
+
 class Channels;
+class LinkReader;
 class Metrics;
 class PullStream;
 
@@ -56,6 +61,8 @@ class Puller {
     const Metrics* metrics = nullptr;
     TransferTable* transfers = nullptr;
     Channels* channels = nullptr;
+    // Links to sources; null: all comes over gRPC (kv_transport grpc).
+    LinkReader* links = nullptr;
   };
   explicit Puller(Options options);
   // Ends the pulls that run and wait. May take call_timeout.
@@ -91,6 +98,11 @@ class Puller {
   void Run(const std::shared_ptr<Pull>& pull);
   absl::Status Attempt(Pull& pull, bool again);
   absl::Status Describe(Pull& pull);
+  // Reads over a link, as much as comes. An error means that the transfer takes no chunks.
+  absl::Status ReadByLink(Pull& pull);
+  // Adds the tokens of a layer that are not here.
+  void AddRanges(const Pull& pull, int layer, v1::ReadRequest* request) const;
+  // Reads over gRPC: everything, or with `again` what is missing.
   absl::Status ReadAll(Pull& pull, bool again);
   absl::Status Commit(Pull& pull);
   void Release(const Pull& pull);

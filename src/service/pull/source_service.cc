@@ -22,6 +22,7 @@
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/access/caller.h"
+#include "src/service/pull/source_links.h"
 #include "src/service/wire/call_record.h"
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/guarded.h"
@@ -35,6 +36,8 @@ namespace {
 // and a few thousand ranges take tens of milliseconds. A reader that misses more asks for
 // everything.
 constexpr int kMaxRanges = 4096;
+// The chunks of one ReadByLink. Their headers take some 2 MB.
+constexpr size_t kMaxLinkChunks = 32768;
 
 absl::Status NoSuchSource(const std::string& id) {
   return WithReason(absl::NotFoundError(
@@ -86,7 +89,7 @@ std::pair<int, int> Wanted(const HeldLayer& layer, const CacheKind& kind,
 // blocks that have landed may be sent again.
 absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
                                             const HeldPrompt& prompt,
-                                            const v1::ReadRequest& request) {
+                                            const v1::ReadRequest& request, uint64_t most) {
   if (request.ranges_size() > kMaxRanges) {
     return InvalidField(
         "ranges", absl::StrCat("at most ", kMaxRanges, " entries, found ", request.ranges_size()));
@@ -117,9 +120,6 @@ absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
     }
     ranges.push_back(FromProto(range));
   }
-  const uint64_t most = request.max_chunk_bytes() == 0
-                            ? options.max_chunk_bytes
-                            : std::min(request.max_chunk_bytes(), options.max_chunk_bytes);
   std::vector<Chunk> chunks;
   for (const HeldLayer& layer : prompt.layers) {
     const CacheKind& kind = options.layout.kinds[layer.kind];
@@ -138,6 +138,23 @@ absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
     }
   }
   return chunks;
+}
+
+// Returns the header without its transfer_id.
+v1::ChunkHeader HeaderOf(const CacheLayout& layout, const Chunk& chunk) {
+  v1::ChunkHeader header;
+  header.set_layer(static_cast<uint64_t>(chunk.layer->layer));
+  header.set_kind(layout.kinds[chunk.layer->kind].name);
+  header.set_head_begin(chunk.plan.head_begin);
+  header.set_head_end(chunk.plan.head_end);
+  header.set_token_begin(chunk.plan.token_begin);
+  header.set_token_end(chunk.plan.token_end);
+  uint32_t crc =
+      chunk.layer->Crc32cOf(layout.kinds[chunk.layer->kind], chunk.plan.token_begin,
+                            chunk.plan.token_end, chunk.plan.head_begin, chunk.plan.head_end);
+  if (SLUICE_FAILPOINT(kSourceChecksum)) ++crc;
+  header.set_crc32c(crc);
+  return header;
 }
 
 // One Read. One chunk is under way at a time; the next is made when the transport took it.
@@ -174,7 +191,10 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
     source_id_ = request.source_id();
     prompt_ = options_.held->Find(source_id_, tenant_);
     if (prompt_ == nullptr) return NoSuchSource(source_id_);
-    SLUICE_ASSIGN_OR_RETURN(chunks_, ChunksOf(options_, *prompt_, request));
+    const uint64_t most = request.max_chunk_bytes() == 0
+                              ? options_.max_chunk_bytes
+                              : std::min(request.max_chunk_bytes(), options_.max_chunk_bytes);
+    SLUICE_ASSIGN_OR_RETURN(chunks_, ChunksOf(options_, *prompt_, request, most));
     return absl::OkStatus();
   }
 
@@ -193,19 +213,8 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   grpc::ByteBuffer MessageOf(const Chunk& chunk) {
     using google::protobuf::internal::WireFormatLite;
     const uint8_t* const payload = chunk.layer->bytes.get() + chunk.plan.offset;
-    v1::ChunkHeader header;
+    v1::ChunkHeader header = HeaderOf(options_.layout, chunk);
     header.set_transfer_id(source_id_);
-    header.set_layer(static_cast<uint64_t>(chunk.layer->layer));
-    header.set_kind(options_.layout.kinds[chunk.layer->kind].name);
-    header.set_head_begin(chunk.plan.head_begin);
-    header.set_head_end(chunk.plan.head_end);
-    header.set_token_begin(chunk.plan.token_begin);
-    header.set_token_end(chunk.plan.token_end);
-    uint32_t crc =
-        chunk.layer->Crc32cOf(options_.layout.kinds[chunk.layer->kind], chunk.plan.token_begin,
-                              chunk.plan.token_end, chunk.plan.head_begin, chunk.plan.head_end);
-    if (SLUICE_FAILPOINT(kSourceChecksum)) ++crc;
-    header.set_crc32c(crc);
     std::string front;
     {
       google::protobuf::io::StringOutputStream stream(&front);
@@ -239,6 +248,66 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   uint64_t sent_bytes_ = 0;
   grpc::ByteBuffer message_;  // the message under way
 };
+
+// Answers a ReadByLink, and posts what is to be sent.
+absl::Status ReadByLink(const SourceServiceOptions& options,
+                        const grpc::CallbackServerContext& context,
+                        const v1::ReadByLinkRequest& request, v1::ReadByLinkResponse* response) {
+  const std::string source_id = request.read().source_id();
+  SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantOf(options, context, request.read()));
+  const std::shared_ptr<const HeldPrompt> prompt = options.held->Find(source_id, tenant);
+  if (prompt == nullptr) return NoSuchSource(source_id);
+  if (options.links == nullptr) {
+    response->set_refused("kv_transport is grpc at the source: set nccl on both nodes");
+    return absl::OkStatus();
+  }
+  PeerLinkOptions link;
+  link.id = request.link_id();
+  link.message_bytes = request.message_bytes();
+  link.depth = static_cast<int>(std::min<uint32_t>(request.depth(), kMaxLinkDepth + 1));
+  if (absl::Status status = options.links->CheckNew(link); !status.ok()) {
+    if (absl::IsInvalidArgument(status)) return status;
+    response->set_refused(std::string(status.message()));
+    return absl::OkStatus();
+  }
+  absl::StatusOr<std::vector<Chunk>> chunks =
+      ChunksOf(options, *prompt, request.read(), request.message_bytes());
+  if (!chunks.ok()) return chunks.status();
+  if (chunks->size() > kMaxLinkChunks) {
+    response->set_refused(absl::StrCat("more than ", kMaxLinkChunks, " chunks"));
+    return absl::OkStatus();
+  }
+  for (const Chunk& chunk : *chunks) {
+    v1::LinkChunk* const coming = response->add_chunks();
+    *coming->mutable_header() = HeaderOf(options.layout, chunk);
+    coming->set_bytes(chunk.plan.bytes);
+  }
+  absl::Status status = request.new_link() ? options.links->Make(link) : absl::OkStatus();
+  if (status.ok()) {
+    const auto send = [held = options.held, source_id, tenant, prompt,
+                       chunks = *std::move(chunks)](PeerLink& to) -> absl::Status {
+      for (const Chunk& chunk : chunks) {
+        if (held->Find(source_id, tenant) == nullptr) {  // Find renews the lease, too
+          to.Abort("the prompt is not held any more");
+          return NoSuchSource(source_id);
+        }
+        const PeerLink::Piece piece = {chunk.layer->bytes.get() + chunk.plan.offset,
+                                       chunk.plan.bytes};
+        SLUICE_RETURN_IF_ERROR(to.Send({&piece, 1}, LinkMemory::kHost));
+      }
+      return to.Flush();
+    };
+    status = options.links->Post(link.id, send);
+  }
+  if (status.ok()) return status;
+  response->clear_chunks();
+  if (absl::IsNotFound(status)) {
+    response->set_unknown_link(true);
+  } else {
+    response->set_refused(std::string(status.message()));
+  }
+  return absl::OkStatus();
+}
 
 // One AwaitPrompt. It ends when the room is filled or given up, when the time is up, or with its
 // caller.
@@ -286,10 +355,10 @@ class AwaitPromptReactor : public grpc::ServerUnaryReactor {
   grpc::Alarm alarm_;
 };
 
-using SourceBase =
-    v1::KvSource::WithRawCallbackMethod_Read<v1::KvSource::WithCallbackMethod_AwaitPrompt<
-        v1::KvSource::WithCallbackMethod_Describe<v1::KvSource::WithCallbackMethod_Renew<
-            v1::KvSource::WithCallbackMethod_Release<v1::KvSource::Service>>>>>;
+using SourceBase = v1::KvSource::WithRawCallbackMethod_Read<
+    v1::KvSource::WithCallbackMethod_AwaitPrompt<v1::KvSource::WithCallbackMethod_Describe<
+        v1::KvSource::WithCallbackMethod_ReadByLink<v1::KvSource::WithCallbackMethod_Renew<
+            v1::KvSource::WithCallbackMethod_Release<v1::KvSource::Service>>>>>>;
 
 class SourceService final : public SourceBase {
  public:
@@ -326,6 +395,13 @@ class SourceService final : public SourceBase {
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Read(grpc::CallbackServerContext* context,
                                                    const grpc::ByteBuffer* request) override {
     return new ReadReactor(options_, context, request);  // deletes itself
+  }
+
+  grpc::ServerUnaryReactor* ReadByLink(grpc::CallbackServerContext* context,
+                                       const v1::ReadByLinkRequest* request,
+                                       v1::ReadByLinkResponse* response) override {
+    return Reply(context, "ReadByLink",
+                 [&] { return sluice::ReadByLink(options_, *context, *request, response); });
   }
 
   grpc::ServerUnaryReactor* Renew(grpc::CallbackServerContext* context,

@@ -15,6 +15,7 @@
 namespace sluice {
 
 class Access;
+class SourceLinks;
 
 struct SourceServiceOptions {
   std::string model_fingerprint;
@@ -23,6 +24,8 @@ struct SourceServiceOptions {
   uint64_t max_chunk_bytes = uint64_t{4} << 20;
   // Outlives the service.
   HeldPrompts* held = nullptr;
+  // Links to decode nodes; outlives the service. Null: all goes over gRPC (kv_transport grpc).
+  SourceLinks* links = nullptr;
   // The rooms in which prompts are promised. Null if the node has none; AwaitPrompt then fails.
   std::shared_ptr<Rooms> rooms;
   // The longest that one AwaitPrompt waits.

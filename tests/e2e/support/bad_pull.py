@@ -48,6 +48,11 @@ def released(site: Site) -> source_pb2.KvSourceRef:
     return held
 
 
+def by_link(site: Site, **read):
+    return source(site).ReadByLink(source_pb2.ReadByLinkRequest(
+        read=source_pb2.ReadRequest(**({"source_id": hold(site).source_id} | read))), timeout=TIMEOUT_S)
+
+
 def read_bytes(body: bytes):
     return lambda s: list(s.prefill.channel.unary_stream("/sluice.v1.KvSource/Read")(body, timeout=TIMEOUT_S))
 
@@ -80,6 +85,10 @@ PULL_CALLS = [
       for method in ("Describe", "Read", "Renew")],
     *[BadCall(f"KvSource.{method} of another tenant's", lambda s, m=method: ask(m, s, tenant="b"), **NO_SOURCE)
       for method in ("Describe", "Read", "Renew")],
+    *[BadCall(f"KvSource.ReadByLink of {what}", lambda s, m=more: by_link(s, **m), **NO_SOURCE)
+      for what, more in (("nothing", {"source_id": UNKNOWN_ID}), ("another tenant's", {"tenant": "b"}))],
+    *[BadCall(f"KvSource.ReadByLink long {field}", lambda s, f=field: by_link(s, **{f: "x" * 129}), field=field)
+      for field in ("source_id", "tenant")],
     BadCall("KvSource.Read of what was released", lambda s: ask("Read", s, source_id=released(s).source_id), **NO_SOURCE),
     *[BadCall(f"KvSource.Renew for {seconds} s {nanos} ns",
               lambda s, t=(seconds, nanos): ask("Renew", s, lease=duration_pb2.Duration(seconds=t[0], nanos=t[1])),

@@ -1,6 +1,7 @@
 // Tests the answer of each call in each state of a transfer: the table of src/kv/transfer_table.h,
 // cell by cell. It also tests the races between calls.
 #include <atomic>
+#include <cstring>
 #include <functional>
 #include <thread>
 
@@ -281,6 +282,35 @@ TEST_CASE("Abort during a chunk: the chunk is not acknowledged and its bytes rea
   CHECK(Answer((*landing)->Finish().status()) == "TRANSFER_NOT_FOUND");
   landing->reset();
   CHECK(s.Empty());
+}
+
+TEST_CASE("bytes that a device puts at a chunk's targets count by their checksum") {
+  Scene s;
+  s.Open();
+  ChunkHeader header = s.Chunk();
+  const std::vector<uint8_t> payload = s.Payload(header);
+  header.crc32c = Crc32c(payload);
+  const auto put = [&](uint32_t crc) {
+    auto landing = s.table->BeginChunk(header, payload.size());
+    REQUIRE(landing.ok());
+    uint64_t at = 0, written = 0;
+    for (const ChunkLanding::Target& target : (*landing)->Targets()) {
+      if (target.data != nullptr) {
+        std::memcpy(target.data, payload.data() + at, target.bytes);
+        written += target.bytes;
+      }
+      at += target.bytes;
+    }
+    CHECK(at == payload.size());
+    (*landing)->Received(crc);
+    const auto blocks = (*landing)->Finish();
+    return std::pair(blocks.ok() ? static_cast<int64_t>(*blocks) : -1, written);
+  };
+  CHECK(put(header.crc32c ^ 1) == std::pair(int64_t{-1}, uint64_t{payload.size()}));
+  const auto landed = put(header.crc32c);
+  CHECK((landed.first > 0 && landed.second == payload.size()));
+  // They are there: nothing is written over them.
+  CHECK(put(header.crc32c) == std::pair(int64_t{0}, uint64_t{0}));
 }
 
 TEST_CASE("a late chunk with other bytes poisons a transfer that is committed, not one that runs") {

@@ -10,7 +10,9 @@
 #include "absl/time/clock.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/device/cpu/cpu_device.h"
+#include "src/device/cpu/cpu_peer_link.h"
 #include "src/kv/page_pool.h"
 #include "src/metrics/metrics.h"
 #include "src/prefill/held_prompts.h"
@@ -18,6 +20,8 @@
 #include "src/service/grpc/channels.h"
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/ingest/ingest_service.h"
+#include "src/service/pull/link_reader.h"
+#include "src/service/pull/source_links.h"
 #include "src/service/pull/source_service.h"
 #include "tests/support/or_fail.h"
 
@@ -54,9 +58,13 @@ class FakePrefiller : public Prefiller {
   }
 };
 
+// Which nodes have kv_transport nccl, on the CPU device.
+enum class Links { kNone, kReader, kBoth };
+constexpr absl::Duration kLinkDeadline = absl::Seconds(1);
+
 // A source, and the reading side of a decode node.
 struct Pair {
-  explicit Pair(const std::string& sources = "127.0.0.1") {
+  explicit Pair(const std::string& sources = "127.0.0.1", Links links = Links::kNone) {
     HeldPrompts::Options hold;
     hold.layout = Layout();
     held.emplace(hold, &prefiller);
@@ -66,6 +74,13 @@ struct Pair {
     service.max_chunk_bytes = uint64_t{64} << 20;
     service.held = &*held;
     service.rooms = rooms;
+    if (links == Links::kBoth) {
+      SourceLinks::Options options;
+      options.links = NewCpuPeerLinks();
+      options.deadline = kLinkDeadline;
+      source_links.emplace(std::move(options));
+      service.links = &*source_links;
+    }
     service.longest_wait = absl::Milliseconds(100);
     GrpcServer::Options listen;
     listen.listen = "127.0.0.1:0";
@@ -96,6 +111,14 @@ struct Pair {
     pull.sources = OrFail(AddressList::Parse(sources));
     pull.transfers = &*table;
     pull.channels = &channels;
+    if (links != Links::kNone) {
+      LinkReader::Options read;
+      read.links = NewCpuPeerLinks();
+      read.deadline = kLinkDeadline;
+      read.message_bytes = size_t{2} << 20;
+      reader.emplace(std::move(read));
+      pull.links = &*reader;
+    }
     puller.emplace(std::move(pull));
   }
 
@@ -152,6 +175,7 @@ struct Pair {
   FakePrefiller prefiller;
   const std::shared_ptr<Rooms> rooms = std::make_shared<Rooms>();
   std::optional<HeldPrompts> held;
+  std::optional<SourceLinks> source_links;
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<Device> device;
   std::unique_ptr<PagePool> dram, hbm;
@@ -159,6 +183,7 @@ struct Pair {
   bool changed = false;
   std::optional<TransferTable> table;
   Channels channels{nullptr, MaxChunkMessageBytes(uint64_t{8} << 20)};
+  std::optional<LinkReader> reader;
   std::optional<Puller> puller;  // last: its threads use the rest
 };
 
@@ -175,6 +200,132 @@ TEST_CASE("chunks as large as gRPC's own limit of a message arrive whole") {
   CHECK(pair.held->usage().prompts == 0);
   CHECK(pair.metrics.Render().find("sluice_pulls_total{outcome=\"done\",reason=\"NONE\"} 1") !=
         std::string::npos);
+}
+
+// Returns the caches of a layer, block by block, as FakePrefiller made them.
+std::vector<uint8_t> LayerOf(const ReadySequence& ready, int layer) {
+  std::vector<uint8_t> bytes;
+  HomeRange range;
+  range.layer = layer;
+  range.head_end = 4;
+  range.token_end = kTokens;
+  ready.home->ForEachPiece(
+      range, [&](const HomePiece& at) { bytes.insert(bytes.end(), at.data, at.data + at.bytes); });
+  return bytes;
+}
+
+// Reads a prompt and checks every byte of it. Returns the metrics.
+std::string ReadWell(Pair& pair) {
+  Request request = pair.Wanted();
+  const auto read = pair.Read(&request);
+  INFO(read.status().ToString());
+  REQUIRE(read.ok());
+  for (int layer = 0; layer < 2; ++layer) {
+    const std::vector<uint8_t> found = LayerOf(*read, layer);
+    REQUIRE(found.size() == size_t{8} << 20);
+    size_t wrong = 0;
+    for (size_t i = 0; i < found.size(); ++i) {
+      wrong += found[i] == static_cast<uint8_t>(i * 31 + i / 997) ? 0 : 1;
+    }
+    CHECK(wrong == 0);
+  }
+  return pair.metrics.Render();
+}
+
+bool Has(const std::string& metrics, const std::string& line) {
+  return metrics.find(line + "\n") != std::string::npos;
+}
+const std::string kAllBytes = std::to_string(size_t{16} << 20);
+
+TEST_CASE("caches come over a link where both nodes have one", "[links]") {
+  Pair pair("127.0.0.1", Links::kBoth);
+  ReadWell(pair);
+  const std::string metrics = ReadWell(pair);
+  CHECK(Has(metrics, "sluice_pull_link_reads_total{outcome=\"done\"} 2"));
+  CHECK(Has(metrics, "sluice_pull_bytes_total{transport=\"shared_memory\"} " +
+                         std::to_string(size_t{32} << 20)));
+  CHECK(Has(metrics, "sluice_pull_bytes_total{transport=\"grpc\"} 0"));
+  pair.puller.reset();
+  CHECK(pair.held->usage().prompts == 0);
+}
+
+TEST_CASE("caches come over gRPC where one node alone has links", "[links]") {
+  Pair pair("127.0.0.1", Links::kReader);
+  const std::string metrics = ReadWell(pair);
+  CHECK(Has(metrics, "sluice_pull_link_reads_total{outcome=\"refused\"} 1"));
+  CHECK(Has(metrics, "sluice_pull_bytes_total{transport=\"grpc\"} " + kAllBytes));
+}
+
+TEST_CASE("several reads from one source take turns on its link", "[links]") {
+  Pair pair("127.0.0.1", Links::kBoth);
+  std::vector<TransferTable::AttachId> ids;
+  for (int i = 0; i < 4; ++i) {  // with 2 threads, and room for 5
+    Request request = pair.Wanted();
+    const auto begin = OrFail(pair.puller->Begin(&request));
+    ids.push_back(OrFail(pair.table->Attach(request.handoff)));
+    begin();
+  }
+  for (const auto id : ids) CHECK(pair.Wait(id).ok());
+  const std::string metrics = pair.metrics.Render();
+  CHECK(Has(metrics, "sluice_pull_link_reads_total{outcome=\"done\"} 4"));
+  CHECK(Has(metrics, "sluice_pull_bytes_total{transport=\"grpc\"} 0"));
+}
+
+#ifndef SLUICE_NO_FAILPOINTS
+TEST_CASE("a link that breaks is replaced, and gRPC brings the rest", "[links]") {
+  // The first: it breaks. The second: its sender stands still beyond the deadline.
+  const std::string terms = GENERATE(as<std::string>{}, "link.send=error*1@3",
+                                     "link.send=delay(2500ms)*1@3", "link.send=error*1");
+  INFO(terms);
+  Pair pair("127.0.0.1", Links::kBoth);
+  {
+    ScopedFailpoints armed(terms);
+    const std::string metrics = ReadWell(pair);
+    CHECK(Has(metrics, "sluice_pull_link_reads_total{outcome=\"broken\"} 1"));
+    CHECK_FALSE(Has(metrics, "sluice_pull_bytes_total{transport=\"grpc\"} 0"));
+  }
+  const std::string metrics = ReadWell(pair);
+  CHECK(Has(metrics, "sluice_pull_link_reads_total{outcome=\"done\"} 1"));
+  CHECK(Has(metrics, "sluice_pulls_total{outcome=\"done\",reason=\"NONE\"} 2"));
+}
+
+TEST_CASE("a chunk of a link that lacks its checksum is read again over gRPC", "[links]") {
+  Pair pair("127.0.0.1", Links::kBoth);
+  ScopedFailpoints armed("source.checksum=error*1@1");
+  const std::string metrics = ReadWell(pair);
+  CHECK(Has(metrics, "sluice_pull_link_reads_total{outcome=\"broken\"} 1"));
+  CHECK(Has(metrics,
+            "sluice_pull_bytes_total{transport=\"grpc\"} " + std::to_string(size_t{2} << 20)));
+}
+#endif
+
+TEST_CASE("a source that has begun anew gets a new link", "[links]") {
+  Pair pair("127.0.0.1", Links::kBoth);
+  ReadWell(pair);
+  // Eight links of other readers push the first one out.
+  for (int i = 0; i < 8; ++i) {
+    PeerLinkOptions options;
+    const auto links = NewCpuPeerLinks();
+    options.id = OrFail(links->NewId());
+    options.join_timeout = absl::Milliseconds(10);
+    REQUIRE(pair.source_links->Make(options).ok());
+  }
+  const std::string metrics = ReadWell(pair);
+  CHECK(Has(metrics, "sluice_pull_link_reads_total{outcome=\"done\"} 2"));
+}
+
+TEST_CASE("links that take too much memory, or fit no device, are refused", "[links]") {
+  SourceLinks::Options options;
+  options.links = NewCpuPeerLinks();
+  SourceLinks links(std::move(options));
+  PeerLinkOptions link;
+  link.id = "nccl:1";
+  CHECK(absl::IsFailedPrecondition(links.CheckNew(link)));
+  link.depth = 64;
+  CHECK(FieldOf(links.CheckNew(link)) == "message_bytes");
+  link.depth = 1000;
+  CHECK(absl::IsInvalidArgument(links.CheckNew(link)));
+  CHECK(absl::IsNotFound(links.Post("another", [](PeerLink&) { return absl::OkStatus(); })));
 }
 
 TEST_CASE("a source that is not named is not called") {

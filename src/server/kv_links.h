@@ -1,0 +1,22 @@
+// The setting kv_transport: links between the devices of nodes, for caches that are handed over.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "src/config/setting.h"
+#include "src/device/device.h"
+#include "src/device/peer_link.h"
+
+namespace sluice {
+
+// The largest message of a link. Four of them are under way, so that a link takes 32 MiB of HBM at
+// either end, or of /dev/shm.
+inline constexpr size_t kLinkMessageBytes = size_t{8} << 20;
+
+// Returns null if the setting is grpc. FAILED_PRECONDITION names the setting and what to do: the
+// device has no links.
+absl::StatusOr<std::unique_ptr<PeerLinks>> NewKvLinks(const Config& config, Device* device);
+
+}  // namespace sluice

@@ -1,0 +1,386 @@
+// Times caches on their way from one process to another, over a link between their devices
+// (src/device/peer_link.h), beside the bare sends and receives of a group of ranks, and a whole
+// pull over that link beside one over gRPC:
+//
+//   sluice-link-bench [--device cpu|cuda] [--tokens N] [--message-mib N] [--devices A,B]
+//                     [--rounds N] [--part link|pull]
+//
+// The caches are those of N tokens of Llama-3-8B in bf16: 128 KiB a token. With --devices the
+// sender has GPU A and the receiver GPU B (CUDA_VISIBLE_DEVICES); where both are one, or none are
+// given, two processes share a GPU, NCCL goes by sockets, and the figures say nothing but that it
+// works.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "src/base/clock.h"
+#include "src/base/status_macros.h"
+#include "src/device/device.h"
+#include "src/device/peer_link.h"
+#include "src/device/rank_group.h"
+#include "src/kv/page_pool.h"
+#include "src/kv/transfer_table.h"
+#include "src/metrics/metrics.h"
+#include "src/prefill/held_prompts.h"
+#include "src/service/grpc/channels.h"
+#include "src/service/grpc/grpc_server.h"
+#include "src/service/ingest/ingest_service.h"
+#include "src/service/pull/link_reader.h"
+#include "src/service/pull/puller.h"
+#include "src/service/pull/source_links.h"
+#include "src/service/pull/source_service.h"
+#include "tests/support/device.h"
+#include "tests/support/links.h"
+#include "tests/support/ranks.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kReader = 0, kSource = 1;
+constexpr size_t kChunkBytes = size_t{8} << 20;
+const std::string kFingerprint(64, 'a');
+
+struct Flags {
+  std::string device = "cpu";
+  int tokens = 2048;
+  int message_mib = 8;
+  std::vector<std::string> devices;
+  int rounds = 3;
+  std::string part;  // empty: both
+};
+
+// What the processes tell each other.
+struct Box {
+  std::atomic<int> step[2];
+  char text[2048];
+};
+
+CacheLayout Layout() {
+  CacheKind kind;
+  kind.name = "kv";
+  kind.heads = 8;
+  kind.block_tokens = 32;
+  kind.SetEqualParts(2, 512);  // keys and values of 128 elements in bf16
+  return {32, {kind}};
+}
+
+double GbPerS(size_t bytes, absl::Duration time) {
+  return static_cast<double>(bytes) / 1e9 / absl::ToDoubleSeconds(time);
+}
+
+// Prints the median and the spread of a transfer of `bytes` bytes.
+void Print(const char* what, size_t bytes, std::vector<absl::Duration> times) {
+  std::sort(times.begin(), times.end());
+  std::printf("%-46s %8.2f GB/s  (%.2f to %.2f)  %7.1f ms\n", what,
+              GbPerS(bytes, times[times.size() / 2]), GbPerS(bytes, times.back()),
+              GbPerS(bytes, times.front()), absl::ToDoubleMilliseconds(times[times.size() / 2]));
+  std::fflush(stdout);
+}
+
+class Process {
+ public:
+  Process(const Flags& flags, const RankGroupOptions& options, Box* box)
+      : flags_(flags), options_(options), box_(box) {}
+
+  std::string Run() {
+    if (!flags_.devices.empty()) {
+      setenv("CUDA_VISIBLE_DEVICES", flags_.devices[options_.rank == kSource ? 0 : 1].c_str(), 1);
+    }
+    auto device = testing::TestDevice(flags_.device == "cpu" ? "auto" : flags_.device);
+    if (!device.ok()) return std::string(device.status().message());
+    device_ = *std::move(device);
+    absl::Status status;
+    if (flags_.part != "pull") status = Links();
+    if (status.ok() && flags_.part != "link") status = sends() ? Hold() : Pull();
+    return status.ok() ? "" : status.ToString();
+  }
+
+ private:
+  bool sends() const { return options_.rank == kSource; }
+  // Both processes come here.
+  void Meet() {
+    const int own = box_->step[options_.rank].fetch_add(1) + 1;
+    while (box_->step[1 - options_.rank].load() < own) absl::SleepFor(absl::Microseconds(20));
+  }
+  // Times `once` between two meetings, in the process that receives.
+  absl::Status Time(const char* what, size_t bytes, const std::function<absl::Status()>& once) {
+    std::vector<absl::Duration> times;
+    for (int round = 0; round <= flags_.rounds; ++round) {  // the first warms up
+      Meet();
+      const absl::Time begin = absl::Now();
+      SLUICE_RETURN_IF_ERROR(once());
+      if (round > 0) times.push_back(absl::Now() - begin);
+      Meet();
+    }
+    if (!sends()) Print(what, bytes, times);
+    return absl::OkStatus();
+  }
+
+  absl::Status Links() {
+    const size_t message = static_cast<size_t>(flags_.message_mib) << 20;
+    const size_t bytes =
+        std::max<size_t>(static_cast<size_t>(Layout().BytesFor(flags_.tokens)) / message, 1) *
+        message;
+    SLUICE_ASSIGN_OR_RETURN(const Buffer hbm,
+                            device_->Allocate(MemoryKind::kDevice, bytes, "the caches"));
+    SLUICE_ASSIGN_OR_RETURN(const Buffer pinned,
+                            device_->Allocate(MemoryKind::kPinned, bytes, "the caches"));
+    std::memset(pinned.data(), 1, bytes);
+    const auto stream = device_->NewStream(Device::StreamKind::kCompute);
+    const auto done = device_->NewEvent();
+    const auto wait = [&] {
+      stream->Record(*done);
+      done->Wait();
+      return device_->Health();
+    };
+    SLUICE_RETURN_IF_ERROR(Bare(hbm, bytes, message, *stream, wait));
+    SLUICE_RETURN_IF_ERROR(Time("copy of own HBM to pinned DRAM, no link", bytes, [&] {
+      stream->Copy(pinned.data(), hbm.data(), bytes);
+      return wait();
+    }));
+
+    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<PeerLinks> links,
+                            testing::TestPeerLinks(device_.get()));
+    if (!sends()) {
+      SLUICE_ASSIGN_OR_RETURN(const std::string id, links->NewId());
+      std::strcpy(box_->text, id.c_str());
+    }
+    Meet();
+    PeerLinkOptions options;
+    options.id = box_->text;
+    options.sends = sends();
+    options.message_bytes = message;
+    const absl::Time begin = absl::Now();
+    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<PeerLink> link, links->Join(options));
+    if (!sends()) {
+      std::printf("%-46s %8.1f ms  (%s)\n", "a link is made in",
+                  absl::ToDoubleMilliseconds(absl::Now() - begin), links->transport());
+    }
+    const auto move = [&](const Buffer& from, LinkMemory memory, const Buffer& to) {
+      return sends() ? SendAll(*link, from, memory, message) : ReceiveAll(*link, to, message);
+    };
+    SLUICE_RETURN_IF_ERROR(Time("link, HBM to HBM, checksums", bytes,
+                                [&] { return move(hbm, LinkMemory::kDevice, hbm); }));
+    SLUICE_RETURN_IF_ERROR(Time("link, HBM to pinned DRAM, checksums", bytes,
+                                [&] { return move(hbm, LinkMemory::kDevice, pinned); }));
+    return Time("link, DRAM to pinned DRAM, checksums", bytes,
+                [&] { return move(pinned, LinkMemory::kHost, pinned); });
+  }
+
+  // ncclSend and ncclRecv of the same messages on CUDA; shared memory on a CPU.
+  absl::Status Bare(const Buffer& hbm, size_t bytes, size_t message, Stream& stream,
+                    const std::function<absl::Status()>& wait) {
+    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RankGroup> group, device_->JoinRanks(options_));
+    SLUICE_RETURN_IF_ERROR(Time("bare send and receive, HBM to HBM", bytes, [&] {
+      for (size_t at = 0; at < bytes; at += message) {
+        uint8_t* const data = hbm.as<uint8_t>() + at;
+        if (sends()) {
+          group->Send(stream, data, message, kReader);
+        } else {
+          group->Receive(stream, data, message, kSource);
+        }
+      }
+      return wait();
+    }));
+    return absl::OkStatus();
+  }
+
+  static absl::Status SendAll(PeerLink& link, const Buffer& from, LinkMemory memory,
+                              size_t message) {
+    for (size_t at = 0; at < from.bytes(); at += message) {
+      const PeerLink::Piece piece = {from.as<uint8_t>() + at, message};
+      SLUICE_RETURN_IF_ERROR(link.Send({&piece, 1}, memory));
+    }
+    return link.Flush();
+  }
+  static absl::Status ReceiveAll(PeerLink& link, const Buffer& to, size_t message) {
+    const size_t count = to.bytes() / message;
+    for (size_t n = 0, awaited = 0; awaited < count;) {
+      if (n < count && n - awaited < static_cast<size_t>(link.depth())) {
+        const PeerLink::Piece piece = {to.as<uint8_t>() + n * message, message};
+        SLUICE_RETURN_IF_ERROR(link.Receive({&piece, 1}));
+        ++n;
+        continue;
+      }
+      SLUICE_RETURN_IF_ERROR(link.Await().status());
+      ++awaited;
+    }
+    return absl::OkStatus();
+  }
+
+  // Gives layers of made-up caches.
+  class Caches : public Prefiller {
+   public:
+    absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt, const SamplingParams&,
+                                      bool, LayerSink& sink,
+                                      const std::function<bool()>&) override {
+      const CacheLayout layout = Layout();
+      const auto tokens = static_cast<int>(prompt.size());
+      std::vector<uint8_t> bytes(static_cast<size_t>(layout.BytesFor(tokens) / layout.layers), 3);
+      for (int layer = 0; layer < layout.layers; ++layer) {
+        const absl::Span<const uint8_t> pieces[] = {bytes};
+        SLUICE_RETURN_IF_ERROR(sink.Layer(layer, layout.kinds[0], 0, tokens, pieces));
+      }
+      return PrefillResult();
+    }
+  };
+
+  absl::Status Hold() {
+    Caches caches;
+    HeldPrompts::Options hold;
+    hold.layout = Layout();
+    hold.max_bytes = uint64_t{64} << 30;
+    HeldPrompts held(hold, &caches);
+    SourceLinks::Options options;
+    SLUICE_ASSIGN_OR_RETURN(options.links, testing::TestPeerLinks(device_.get()));
+    SourceLinks links(std::move(options));
+    SourceServiceOptions service;
+    service.model_fingerprint = kFingerprint;
+    service.layout = Layout();
+    service.held = &held;
+    service.links = &links;
+    GrpcServer::Options listen;
+    listen.listen = "127.0.0.1:0";
+    SLUICE_ASSIGN_OR_RETURN(const auto server,
+                            GrpcServer::Start(listen, {NewSourceService(service)}));
+    for (int n = 0; n < 2 * (flags_.rounds + 1); ++n) {
+      HeldPrompts::Wanted wanted;
+      wanted.prompt.assign(static_cast<size_t>(flags_.tokens), 7);
+      SLUICE_ASSIGN_OR_RETURN(const HeldPrompts::Held made,
+                              held.Hold(wanted, [] { return false; }));
+      std::strcpy(box_->text, absl::StrCat(server->address(), " ", made.prompt->source_id).c_str());
+      Meet();  // it is held
+      Meet();  // it was read
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Pull() {
+    Metrics metrics;
+    const auto bytes = static_cast<size_t>(Layout().BytesFor(flags_.tokens));
+    SLUICE_ASSIGN_OR_RETURN(Buffer home, device_->Allocate(MemoryKind::kPinned,
+                                                           bytes + bytes / 8 + (64 << 20), "pool"));
+    SLUICE_ASSIGN_OR_RETURN(const auto dram, PagePool::Create("dram", Layout(), std::move(home)));
+    TransferTable::Options options;
+    options.model_fingerprint = kFingerprint;
+    options.vocab_size = 1000;
+    options.max_context = 1 << 20;
+    options.footprint = [](int64_t, int64_t) { return Footprint{0, 0}; };
+    options.prefix_cache = false;
+    TransferTable table(options, dram.get(), dram.get(), RealClock());
+    table.SetWake([] {});
+    Channels channels{nullptr, MaxChunkMessageBytes(kChunkBytes)};
+    LinkReader::Options read;
+    SLUICE_ASSIGN_OR_RETURN(read.links, testing::TestPeerLinks(device_.get()));
+    LinkReader reader(std::move(read));
+    for (const bool by_link : {false, true}) {
+      Puller::Options pull;
+      pull.metrics = &metrics;
+      pull.model_fingerprint = kFingerprint;
+      pull.layout = Layout();
+      pull.max_context = pull.max_tokens = 1 << 20;
+      SLUICE_ASSIGN_OR_RETURN(pull.sources, AddressList::Parse("*"));
+      pull.transfers = &table;
+      pull.channels = &channels;
+      pull.links = by_link ? &reader : nullptr;
+      Puller puller(std::move(pull));
+      std::vector<absl::Duration> times;
+      for (int round = 0; round <= flags_.rounds; ++round) {
+        Meet();
+        const std::vector<std::string> at = absl::StrSplit(box_->text, ' ');
+        Request request;
+        request.prompt.assign(static_cast<size_t>(flags_.tokens), 7);
+        request.sampling.max_tokens = 1;
+        request.handoff.source = {at[0], at[1], PromptDigest(request.prompt), kFingerprint};
+        const absl::Time begin = absl::Now();
+        SLUICE_ASSIGN_OR_RETURN(const auto start, puller.Begin(&request));
+        SLUICE_ASSIGN_OR_RETURN(const auto id, table.Attach(request.handoff));
+        start();
+        for (;;) {
+          SLUICE_ASSIGN_OR_RETURN(const auto ready, table.TakeReady(id));
+          if (ready.has_value()) break;
+          absl::SleepFor(absl::Microseconds(100));
+        }
+        if (round > 0) times.push_back(absl::Now() - begin);  // the first one makes the link
+        Meet();
+      }
+      Print(by_link ? "pull over the link, DRAM to pinned DRAM"
+                    : "pull over gRPC, DRAM to pinned DRAM",
+            bytes, times);
+    }
+    return absl::OkStatus();
+  }
+
+  const Flags& flags_;
+  const RankGroupOptions options_;
+  Box* const box_;
+  std::unique_ptr<Device> device_;
+};
+
+bool Parse(int argc, char** argv, Flags* flags) {
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string name = argv[i], value = argv[i + 1];
+    if (name == "--device") {
+      flags->device = value;
+    } else if (name == "--tokens" && absl::SimpleAtoi(value, &flags->tokens)) {
+      flags->tokens = std::max(flags->tokens / 32 * 32, 32);
+    } else if (name == "--message-mib" && absl::SimpleAtoi(value, &flags->message_mib)) {
+      flags->message_mib = std::clamp(flags->message_mib, 1, 256);
+    } else if (name == "--devices") {
+      flags->devices = absl::StrSplit(value, ',');
+    } else if (name == "--rounds" && absl::SimpleAtoi(value, &flags->rounds)) {
+      flags->rounds = std::max(flags->rounds, 1);
+    } else if (name == "--part") {
+      flags->part = value;
+    } else {
+      return false;
+    }
+  }
+  return argc % 2 == 1 && (flags->devices.empty() || flags->devices.size() == 2);
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  if (!Parse(argc, argv, &flags)) {
+    std::fprintf(stderr,
+                 "sluice-link-bench [--device cpu|cuda] [--tokens N] [--message-mib N] "
+                 "[--devices A,B] [--rounds N] [--part link|pull]\n");
+    return 2;
+  }
+  const bool share =
+      flags.device == "cuda" && (flags.devices.empty() || flags.devices[0] == flags.devices[1]);
+  std::printf("%s, %d tokens of Llama-3-8B's caches (%.2f GB), messages of %d MiB, %d rounds%s\n",
+              flags.device.c_str(), flags.tokens,
+              static_cast<double>(Layout().BytesFor(flags.tokens)) / 1e9, flags.message_mib,
+              flags.rounds, share ? "; two processes share one GPU: a rehearsal" : "");
+  std::fflush(stdout);
+  void* const shared =
+      mmap(nullptr, sizeof(Box), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  SLUICE_CHECK(shared != MAP_FAILED);
+  auto* const box = new (shared) Box{};
+  const auto wrong = testing::RunRankProcesses(
+      testing::RankOptions(2),
+      [&](const RankGroupOptions& options) { return Process(flags, options, box).Run(); }, share);
+  const std::string said = testing::Joined(wrong);
+  if (!said.empty()) std::fprintf(stderr, "%s\n", said.c_str());
+  return said.empty() ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace sluice
+
+int main(int argc, char** argv) { return sluice::Main(argc, argv); }

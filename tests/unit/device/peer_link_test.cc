@@ -1,0 +1,477 @@
+// A link moves messages between two processes, and fails alone: by an end that dies, that stands
+// still, or that gives it up.
+#include "src/device/peer_link.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "src/base/crc32c.h"
+#include "src/base/failpoint.h"
+#include "src/device/device.h"
+#include "tests/support/device.h"
+#include "tests/support/links.h"
+#include "tests/support/ranks.h"
+#include "tests/test_main.h"
+
+namespace sluice {
+namespace {
+
+constexpr size_t kMessage = 100'000;
+constexpr absl::Duration kDeadline = absl::Seconds(2);
+
+// Memory that both processes see.
+struct Box {
+  std::atomic<int> ready;
+  std::atomic<int> step;
+  char id[1024];
+};
+Box* NewBox() {
+  void* const shared =
+      mmap(nullptr, sizeof(Box), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  REQUIRE(shared != MAP_FAILED);
+  return new (shared) Box{};
+}
+void AwaitStep(const Box* box, int step) {
+  while (box->step.load() < step) absl::SleepFor(absl::Milliseconds(1));
+}
+
+// One end of a link, on a device of its own.
+struct End {
+  std::unique_ptr<Device> device;
+  std::unique_ptr<PeerLinks> links;
+  std::unique_ptr<PeerLink> link;
+  std::string wrong;
+
+  End(const std::string& kernels, int rank) {
+    auto made = testing::TestDevice(kernels);
+    if (!made.ok()) {
+      wrong = std::string(made.status().message());
+      return;
+    }
+    device = *std::move(made);
+    auto found = testing::TestPeerLinks(device.get());
+    if (found.ok()) {
+      links = *std::move(found);
+    } else {
+      wrong = std::string(found.status().message());
+    }
+    sends = rank == 1;
+  }
+  // Rank 0 makes the id, the `number`th of the box.
+  void Join(Box* box, int number = 1, int depth = 3) {
+    if (!wrong.empty()) return;
+    if (!sends) {
+      const auto id = links->NewId();
+      if (!id.ok()) {
+        wrong = std::string(id.status().message());
+        return;
+      }
+      std::strcpy(box->id, id->c_str());
+      box->ready.store(number);
+    }
+    while (box->ready.load() < number) absl::SleepFor(absl::Milliseconds(1));
+    PeerLinkOptions options;
+    options.id = box->id;
+    options.sends = sends;
+    options.message_bytes = kMessage;
+    options.depth = depth;
+    options.deadline = kDeadline;
+    const absl::Status fits = links->CheckId(options.id);
+    auto joined = links->Join(options);
+    if (!fits.ok() || !joined.ok()) {
+      wrong = absl::StrCat(fits.ToString(), ", ", joined.status().ToString());
+      return;
+    }
+    link = *std::move(joined);
+  }
+  bool sends = false;
+};
+
+std::vector<uint8_t> BytesOf(int message, size_t bytes) {
+  std::vector<uint8_t> out(bytes);
+  for (size_t i = 0; i < bytes; ++i) out[i] = static_cast<uint8_t>(i * 7 + i / 251 + message * 13);
+  return out;
+}
+
+// Returns what is wrong with an ending of a link on a device that goes on.
+std::string Lost(const absl::Status& status, absl::Duration took, absl::Duration least,
+                 absl::Duration most, const Device& device) {
+  if (!absl::IsUnavailable(status)) return absl::StrCat("ended with ", status.ToString());
+  if (took < least || took > most) return absl::StrCat("took ", absl::FormatDuration(took));
+  if (!device.Health().ok()) return "the device failed with the link";
+  return "";
+}
+
+using Body = std::function<std::string(End& end, Box* box)>;
+void RunEnds(const std::string& kernels, const Body& receiver, const Body& sender,
+             std::vector<std::string> expected = {"", ""}) {
+  const bool cuda = kernels == "cuda";
+  if (cuda) {
+    if (const std::string why = testing::WhyNoSharedGpu(); !why.empty()) return SkipTest(why);
+  }
+  Box* const box = NewBox();
+  const auto wrong = testing::RunRankProcesses(
+      testing::RankOptions(2),
+      [&](const RankGroupOptions& options) -> std::string {
+        End end(kernels, options.rank);
+        if (!end.wrong.empty()) return end.wrong;
+        return options.rank == 0 ? receiver(end, box) : sender(end, box);
+      },
+      /*share_gpu=*/cuda);
+  CHECK(wrong == expected);
+  munmap(box, sizeof(Box));
+}
+
+// Messages of every size and in every division arrive in order, in each kind of memory.
+const std::vector<size_t> kSizes = {1,    3,     64,   4096, kMessage - 3, kMessage,
+                                    5000, 99999, 4097, 2,    70000,        12};
+
+std::string SendAll(End& end, Box* box) {
+  end.Join(box);
+  if (!end.wrong.empty()) return end.wrong;
+  std::vector<std::vector<uint8_t>> kept;
+  std::vector<Buffer> buffers;
+  for (int n = 0; n < 3 * static_cast<int>(kSizes.size()); ++n) {
+    const size_t bytes = kSizes[static_cast<size_t>(n) % kSizes.size()];
+    kept.push_back(BytesOf(n, bytes));
+    uint8_t* data = kept.back().data();
+    LinkMemory memory = LinkMemory::kHost;
+    if (n % 3 != 0) {
+      auto buffer = end.device->Allocate(n % 3 == 1 ? MemoryKind::kDevice : MemoryKind::kPinned,
+                                         bytes, "a message");
+      if (!buffer.ok()) return std::string(buffer.status().message());
+      const auto stream = end.device->NewStream(Device::StreamKind::kCopy);
+      const auto done = end.device->NewEvent();
+      auto pinned = end.device->Allocate(MemoryKind::kPinned, bytes, "a message");
+      std::memcpy(pinned->data(), data, bytes);
+      stream->Copy(buffer->data(), pinned->data(), bytes);
+      stream->Record(*done);
+      done->Wait();
+      data = buffer->as<uint8_t>();
+      buffers.push_back(*std::move(buffer));
+      memory = LinkMemory::kDevice;
+    }
+    std::vector<PeerLink::Piece> pieces = {{data, bytes}};
+    if (n % 2 == 1 && bytes > 10)
+      pieces = {{data, bytes / 3}, {data + bytes / 3, bytes - bytes / 3}};
+    const absl::Status sent = end.link->Send(pieces, memory);
+    if (!sent.ok()) return sent.ToString();
+  }
+  return end.link->Flush().ok() ? "" : "the last messages were not taken";
+}
+
+std::string ReceiveAll(End& end, Box* box) {
+  end.Join(box);
+  if (!end.wrong.empty()) return end.wrong;
+  const int count = 3 * static_cast<int>(kSizes.size());
+  std::vector<Buffer> buffers;
+  std::vector<MemoryKind> kinds;
+  int awaited = 0;
+  const auto await = [&]() -> std::string {
+    const size_t bytes = kSizes[static_cast<size_t>(awaited) % kSizes.size()];
+    const absl::StatusOr<uint32_t> crc = end.link->Await();
+    if (!crc.ok()) return crc.status().ToString();
+    std::vector<uint8_t> want = BytesOf(awaited, bytes);
+    if (*crc != Crc32c(want)) return absl::StrCat("message ", awaited, " has another checksum");
+    auto found = end.device->Allocate(MemoryKind::kPinned, bytes + 2, "a message");
+    const auto stream = end.device->NewStream(Device::StreamKind::kCopy);
+    const auto done = end.device->NewEvent();
+    stream->Copy(found->data(), buffers[static_cast<size_t>(awaited)].data(), bytes + 2);
+    stream->Record(*done);
+    done->Wait();
+    if (awaited % 4 == 3) {  // its middle was dropped
+      std::fill(want.begin() + static_cast<int64_t>(bytes / 4),
+                want.begin() + static_cast<int64_t>(bytes / 2), 0);
+    }
+    if (std::memcmp(found->data(), want.data(), bytes) != 0) {
+      return absl::StrCat("message ", awaited, " has other bytes");
+    }
+    if (found->as<uint8_t>()[bytes] != 0) return "a byte behind a message was written";
+    ++awaited;
+    return "";
+  };
+  for (int n = 0; n < count; ++n) {
+    const size_t bytes = kSizes[static_cast<size_t>(n) % kSizes.size()];
+    auto buffer = end.device->Allocate(n % 2 == 0 ? MemoryKind::kPinned : MemoryKind::kDevice,
+                                       bytes + 2, "a message");
+    if (!buffer.ok()) return std::string(buffer.status().message());
+    buffers.push_back(*std::move(buffer));
+    uint8_t* const data = buffers.back().as<uint8_t>();
+    std::vector<PeerLink::Piece> pieces = {{data, bytes}};
+    if (n % 4 == 3) {
+      pieces = {{data, bytes / 4},
+                {nullptr, bytes / 2 - bytes / 4},
+                {data + bytes / 2, bytes - bytes / 2}};
+    }
+    if (n - awaited == end.link->depth()) {
+      const std::string wrong = await();
+      if (!wrong.empty()) return wrong;
+    }
+    const absl::Status asked = end.link->Receive(pieces);
+    if (!asked.ok()) return asked.ToString();
+  }
+  while (awaited < count) {
+    const std::string wrong = await();
+    if (!wrong.empty()) return wrong;
+  }
+  return "";
+}
+
+TEST_CASE("messages of a link arrive whole, in order and with their checksums (cpu)",
+          "[device][links][processes]") {
+  RunEnds("portable", ReceiveAll, SendAll);
+}
+TEST_CASE("messages of a link arrive whole, in order and with their checksums (cuda)",
+          "[device][links][cuda][processes]") {
+  RunEnds("cuda", ReceiveAll, SendAll);
+}
+
+// The receiving end is left in the middle, and then makes another link on the same device.
+void RunWithDeath(const std::string& kernels) {
+  RunEnds(
+      kernels,
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (!end.wrong.empty()) return end.wrong;
+        const auto memory = end.device->Allocate(MemoryKind::kPinned, kMessage, "a message");
+        const PeerLink::Piece piece = {memory->data(), 1000};
+        absl::Status status = end.link->Receive({&piece, 1});
+        if (status.ok()) status = end.link->Await().status();
+        if (!status.ok()) return absl::StrCat("the first message: ", status.ToString());
+        const absl::Time start = absl::Now();
+        status = end.link->Receive({&piece, 1});
+        if (status.ok()) status = end.link->Await().status();
+        return Lost(status, absl::Now() - start, absl::ZeroDuration(), kDeadline + absl::Seconds(3),
+                    *end.device);
+      },
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (!end.wrong.empty()) return end.wrong;
+        std::vector<uint8_t> bytes = BytesOf(0, 1000);
+        const PeerLink::Piece piece = {bytes.data(), bytes.size()};
+        absl::Status status = end.link->Send({&piece, 1}, LinkMemory::kHost);
+        if (status.ok()) status = end.link->Flush();
+        if (!status.ok()) return status.ToString();
+        raise(SIGKILL);
+        return "";
+      },
+      {"", "died"});
+}
+TEST_CASE("an end that is killed fails the link and nothing else (cpu)",
+          "[device][links][processes]") {
+  RunWithDeath("portable");
+}
+TEST_CASE("an end that is killed fails the link and nothing else (cuda)",
+          "[device][links][cuda][processes]") {
+  RunWithDeath("cuda");
+}
+
+// The sender lives and sends nothing; then both make another link, which works.
+void RunWithSilence(const std::string& kernels) {
+  RunEnds(
+      kernels,
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (!end.wrong.empty()) return end.wrong;
+        const auto memory = end.device->Allocate(MemoryKind::kPinned, kMessage, "a message");
+        const PeerLink::Piece piece = {memory->data(), 1000};
+        const absl::Time start = absl::Now();
+        absl::Status status = end.link->Receive({&piece, 1});
+        if (status.ok()) status = end.link->Await().status();
+        const std::string wrong = Lost(status, absl::Now() - start, kDeadline / 2,
+                                       3 * kDeadline + absl::Seconds(3), *end.device);
+        if (!wrong.empty()) return wrong;
+        if (end.link->Receive({&piece, 1}).ok()) return "a failed link takes more";
+        end.link.reset();
+        box->step.store(1);
+        end.Join(box, 2);
+        if (!end.wrong.empty()) return absl::StrCat("the second link: ", end.wrong);
+        status = end.link->Receive({&piece, 1});
+        if (!status.ok()) return status.ToString();
+        const auto crc = end.link->Await();
+        if (!crc.ok()) return crc.status().ToString();
+        return *crc == Crc32c(BytesOf(0, 1000)) ? "" : "the second link has other bytes";
+      },
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (!end.wrong.empty()) return end.wrong;
+        AwaitStep(box, 1);
+        end.link.reset();
+        end.Join(box, 2);
+        if (!end.wrong.empty()) return absl::StrCat("the second link: ", end.wrong);
+        std::vector<uint8_t> bytes = BytesOf(0, 1000);
+        const PeerLink::Piece piece = {bytes.data(), bytes.size()};
+        const absl::Status status = end.link->Send({&piece, 1}, LinkMemory::kHost);
+        return status.ok() ? std::string(end.link->Flush().message()) : status.ToString();
+      });
+}
+TEST_CASE("an end that sends nothing is given up by the deadline, and another link works (cpu)",
+          "[device][links][processes]") {
+  RunWithSilence("portable");
+}
+TEST_CASE("an end that sends nothing is given up by the deadline, and another link works (cuda)",
+          "[device][links][cuda][processes]") {
+  RunWithSilence("cuda");
+}
+
+// The receiver takes nothing: the sender is held up once its ring is full, and gives up.
+void RunWithDeafness(const std::string& kernels) {
+  RunEnds(
+      kernels,
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (end.wrong.empty()) AwaitStep(box, 1);
+        return end.wrong;
+      },
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (!end.wrong.empty()) return end.wrong;
+        std::vector<uint8_t> bytes = BytesOf(0, kMessage);
+        const PeerLink::Piece piece = {bytes.data(), bytes.size()};
+        const absl::Time start = absl::Now();
+        absl::Status status;
+        for (int i = 0; status.ok() && i < 10; ++i) {
+          status = end.link->Send({&piece, 1}, LinkMemory::kHost);
+        }
+        const std::string wrong = Lost(status, absl::Now() - start, kDeadline / 2,
+                                       3 * kDeadline + absl::Seconds(3), *end.device);
+        box->step.store(1);
+        return wrong;
+      });
+}
+TEST_CASE("an end that takes nothing is given up by the deadline (cpu)",
+          "[device][links][processes]") {
+  RunWithDeafness("portable");
+}
+TEST_CASE("an end that takes nothing is given up by the deadline (cuda)",
+          "[device][links][cuda][processes]") {
+  RunWithDeafness("cuda");
+}
+
+TEST_CASE("another thread ends a wait at once by Abort", "[device][links][processes]") {
+  RunEnds(
+      "portable",
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (!end.wrong.empty()) return end.wrong;
+        const auto memory = end.device->Allocate(MemoryKind::kPinned, kMessage, "a message");
+        const PeerLink::Piece piece = {memory->data(), 1000};
+        if (!end.link->Receive({&piece, 1}).ok()) return "no Receive";
+        std::thread other([&] {
+          absl::SleepFor(absl::Milliseconds(50));
+          end.link->Abort("a test");
+        });
+        const absl::Time start = absl::Now();
+        const absl::Status status = end.link->Await().status();
+        other.join();
+        box->step.store(1);
+        return Lost(status, absl::Now() - start, absl::Milliseconds(20), kDeadline / 2,
+                    *end.device);
+      },
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (end.wrong.empty()) AwaitStep(box, 1);
+        return end.wrong;
+      });
+}
+
+TEST_CASE("a message of another size than was asked for fails the link (cpu)",
+          "[device][links][processes]") {
+  RunEnds(
+      "portable",
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (!end.wrong.empty()) return end.wrong;
+        const auto memory = end.device->Allocate(MemoryKind::kPinned, kMessage, "a message");
+        const PeerLink::Piece piece = {memory->data(), 1000};
+        if (!end.link->Receive({&piece, 1}).ok()) return "no Receive";
+        const absl::Status status = end.link->Await().status();
+        box->step.store(1);
+        return status.message().find("1000 bytes was expected, found 999") != std::string::npos
+                   ? ""
+                   : status.ToString();
+      },
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (!end.wrong.empty()) return end.wrong;
+        std::vector<uint8_t> bytes(999);
+        const PeerLink::Piece piece = {bytes.data(), bytes.size()};
+        (void)end.link->Send({&piece, 1}, LinkMemory::kHost);
+        AwaitStep(box, 1);
+        return "";
+      });
+}
+
+TEST_CASE("what a link cannot carry is refused before the other end hears of it",
+          "[device][links][processes]") {
+  RunEnds(
+      "portable",
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (end.wrong.empty()) AwaitStep(box, 1);
+        return end.wrong;
+      },
+      [](End& end, Box* box) -> std::string {
+        end.Join(box);
+        if (!end.wrong.empty()) return end.wrong;
+        std::vector<uint8_t> bytes(kMessage + 1);
+        const PeerLink::Piece large = {bytes.data(), bytes.size()};
+        const bool refused =
+            absl::IsInvalidArgument(end.link->Send({&large, 1}, LinkMemory::kHost)) &&
+            absl::IsInvalidArgument(end.link->Send({}, LinkMemory::kHost));
+        std::string wrong = refused ? "" : "it was taken";
+#ifndef SLUICE_NO_FAILPOINTS
+        ScopedFailpoints broken("link.send=error");
+        const PeerLink::Piece small = {bytes.data(), 1};
+        if (!absl::IsUnavailable(end.link->Send({&small, 1}, LinkMemory::kHost))) {
+          wrong = "the failpoint does not break the link";
+        }
+#endif
+        box->step.store(1);
+        return wrong;
+      });
+}
+
+TEST_CASE("ids that fit no link here are refused with the reason", "[device][links]") {
+  const auto device = testing::TestDevice("portable");
+  REQUIRE(device.ok());
+  const auto links = testing::TestPeerLinks(device->get());
+  REQUIRE(links.ok());
+  const auto id = (*links)->NewId();
+  REQUIRE(id.ok());
+  CHECK((*links)->CheckId(*id).ok());
+  const auto why = [&](const std::string& of) {
+    const absl::Status status = (*links)->CheckId(of);
+    CHECK(absl::IsFailedPrecondition(status));
+    return std::string(status.message());
+  };
+  CHECK(why("nccl:00").find("another kind") != std::string::npos);
+  CHECK(why("shm:0-0:sluice-link-").find("another host") != std::string::npos);
+  CHECK(why(id->substr(0, id->size() - 1)).find("names no memory") != std::string::npos);
+  CHECK(why(id->substr(0, id->size() - 2) + "/x").find("names no memory") != std::string::npos);
+  PeerLinkOptions options;
+  options.id = *id;
+  options.join_timeout = absl::Milliseconds(50);
+  CHECK(absl::IsUnavailable((*links)->Join(options).status()));
+  options.sends = true;
+  CHECK(absl::IsUnavailable((*links)->Join(options).status()));
+  options.depth = 0;
+  CHECK(absl::IsInvalidArgument((*links)->Join(options).status()));
+  options.depth = 1;
+  options.message_bytes = 0;
+  CHECK(absl::IsInvalidArgument((*links)->Join(options).status()));
+}
+
+}  // namespace
+}  // namespace sluice

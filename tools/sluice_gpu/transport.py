@@ -1,0 +1,40 @@
+"""Calls of `sluice-link-bench`: caches over a link between two GPUs, and pulls over it, beside NCCL's own and gRPC."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+
+from sluice_gpu.place import Place
+
+
+def _gpus() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.count("GPU ")
+
+
+@dataclass(frozen=True)
+class TransportRun:
+    """One call of sluice-link-bench. With fewer than two GPUs, two processes share one: a rehearsal."""
+
+    name: str
+    part: str
+    tokens: int = 32768
+    message_mib: int = 8
+    rounds: int = 5
+    quality = False
+
+    def quickly(self) -> "TransportRun":
+        """Returns a run that takes seconds on any device."""
+        return replace(self, tokens=1024, rounds=1)
+
+    def command(self, place: Place, device: str) -> list[str]:
+        gpus = ["--devices", "0,1"] if device == "cuda" and _gpus() > 1 else []
+        return [str(place.bin / "sluice-link-bench"), "--device", device, "--tokens", str(self.tokens),
+                "--message-mib", str(self.message_mib), "--rounds", str(self.rounds), "--part", self.part, *gpus]
+
+
+# Caches of 32K tokens of Llama-3-8B, 4.3 GB. A node's links have messages of 8 MiB.
+TRANSPORT_PARTS = {"kv-transport": [TransportRun("link-8", "link"), TransportRun("link-32", "link", message_mib=32),
+                                    TransportRun("pull", "pull")]}
