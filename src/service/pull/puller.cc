@@ -384,7 +384,13 @@ absl::Status Puller::Describe(Pull& pull) {
   request.set_tenant(pull.tenant);
   request.set_want_queries(pull.hint_queries > 0);
   const auto context = pull.NewContext(options_.call_timeout);
-  SLUICE_RETURN_IF_ERROR(FromGrpcStatus(pull.stub->Describe(context.get(), request, &held)));
+  const absl::Status answer = FromGrpcStatus(pull.stub->Describe(context.get(), request, &held));
+  if (absl::IsDeadlineExceeded(answer) && absl::Now() < pull.deadline) {
+    return WithReason(absl::DeadlineExceededError(absl::StrCat(
+                          "it did not answer for ", absl::FormatDuration(options_.call_timeout))),
+                      reasons::kSourceSilent);
+  }
+  SLUICE_RETURN_IF_ERROR(answer);
   if (held.model_fingerprint() != options_.model_fingerprint) {
     return WithReason(
         absl::FailedPreconditionError(absl::StrCat("it holds caches of another model, ",
