@@ -279,7 +279,7 @@ class Process {
     options.model_fingerprint = kFingerprint;
     options.vocab_size = 1000;
     options.max_context = 1 << 20;
-    options.footprint = [](int64_t, int64_t) { return Footprint{0, 0}; };
+    options.footprint = [](int64_t context, int64_t) { return Footprint{context, 0}; };
     options.prefix_cache = false;
     TransferTable table(options, dram.get(), dram.get(), RealClock());
     table.SetWake([] {});
