@@ -128,7 +128,7 @@ void CheckRanks(const std::string& name, int size, const Teacher::Choose& choose
         leave(GreedyAnswer(teacher, prompt), options.rank);
         return CountsWrong(teacher, whole, static_cast<int>(prompt.size()));
       },
-      /*share_gpu=*/cuda);
+      /*on_gpus=*/cuda);
   REQUIRE(testing::Joined(wrong) == "");
   double worst = 0;
   for (size_t i = 0; i < kTokens; ++i) {

@@ -1,6 +1,7 @@
 #include "src/device/cuda/nccl_rank_group.h"
 
 #include <cstring>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -9,9 +10,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "kernels/cuda/ranks/peers.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/cuda/cuda_stream.h"
 #include "src/device/cuda/nccl.h"
+#include "src/device/cuda/peer_memory.h"
 #include "src/device/host_ranks.h"
 
 namespace sluice {
@@ -24,12 +28,16 @@ constexpr absl::Duration kLook = absl::Milliseconds(20);
 constexpr absl::Duration kEnding = absl::Seconds(2);
 // A rank that leaves waits this long for the others, whose last operations may still use it.
 constexpr absl::Duration kLeave = absl::Seconds(2);
+// A call of NCCL's may take so long until it has connected the ranks, which it does at the first
+// operation of a kind.
+constexpr absl::Duration kConnect = absl::Seconds(30);
 
 // The ranks share this beside HostRanks' own.
 struct Shared {
   RankWord id_there;
   ncclUniqueId id;
   RankWord left[kMaxRanks];  // whether the rank needs nobody any more
+  PeerMemory::Meeting peers;
 };
 
 ncclDataType_t TypeOf(DType type) { return type == DType::kFloat32 ? ncclFloat32 : ncclBfloat16; }
@@ -45,6 +53,10 @@ class NcclRankGroup : public RankGroup {
         health_(health) {}
 
   ~NcclRankGroup() override {
+    if (peers_ != nullptr) {
+      if (health_->failed()) peers_->Stop();
+      peers_->Unmap();  // before the others free it
+    }
     if (watch_.joinable()) {
       HostRanks::Post(shared().left[rank()], 1);
       for (int other = 0; other < size() && !health_->failed(); ++other) {
@@ -66,8 +78,57 @@ class NcclRankGroup : public RankGroup {
     nccl_.abort(comm_);
   }
 
-  // Makes the communicator.
+  // Makes the communicator, and maps the memory of the other ranks if that can be done.
   absl::Status Connect() {
+    SLUICE_RETURN_IF_ERROR(ConnectNccl());
+    if (options_.peer_bytes == 0 || size() == 1) return absl::OkStatus();
+    auto peers = PeerMemory::Make(host_.get(), &shared().peers,
+                                  static_cast<int64_t>(options_.peer_bytes) / (size() - 1));
+    SLUICE_RETURN_IF_ERROR(status());
+    if (!peers.ok()) {
+      Log(LogLevel::kWarn, "ranks exchange by NCCL alone",
+          {{"group", options_.name}, {"why", std::string(peers.status().message())}});
+      return absl::OkStatus();
+    }
+    absl::MutexLock lock(&mutex_);
+    peers_ = *std::move(peers);
+    if (comm_ == nullptr) peers_->Stop();
+    Log(LogLevel::kInfo, "ranks write into one another's memory", {{"group", options_.name}});
+    return absl::OkStatus();
+  }
+
+  absl::Status Register(void* data, size_t bytes) override {
+    PeerMemory* peers = nullptr;
+    {
+      absl::MutexLock lock(&mutex_);
+      if (comm_ == nullptr) return status();
+      void* handle = nullptr;
+      SLUICE_RETURN_IF_ERROR(Settle("a registered buffer",
+                                    nccl_.register_buffer(comm_, data, bytes, &handle), kConnect));
+      if (handle != nullptr) registered_.push_back(handle);
+      peers = peers_.get();
+    }
+    if (peers == nullptr) return absl::OkStatus();
+    // Other ranks may come much later, and the watching thread needs the lock meanwhile.
+    const absl::Status mapped = peers->Map(data, bytes);
+    SLUICE_RETURN_IF_ERROR(status());
+    if (!mapped.ok()) {
+      Log(LogLevel::kWarn, "ranks exchange a buffer by NCCL",
+          {{"group", options_.name}, {"why", std::string(mapped.message())}});
+    }
+    return absl::OkStatus();
+  }
+
+  void Abort(const std::string& why) override {
+    health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
+  }
+  absl::Status status() const override { return host_->failure(); }
+  int alive() const override { return host_->Alive(); }
+
+ private:
+  Shared& shared() const { return *reinterpret_cast<Shared*>(host_->data()); }
+
+  absl::Status ConnectNccl() {
     if (rank() == 0) {
       const ncclResult_t result = nccl_.get_unique_id(&shared().id);
       if (result != ncclSuccess) return host_->Fail(absl::InternalError(Text("an id", result)));
@@ -83,26 +144,6 @@ class NcclRankGroup : public RankGroup {
     watch_ = std::thread([this] { Watch(); });
     return absl::OkStatus();
   }
-
-  absl::Status Register(void* data, size_t bytes) override {
-    absl::MutexLock lock(&mutex_);
-    if (comm_ == nullptr) return status();
-    void* handle = nullptr;
-    SLUICE_RETURN_IF_ERROR(Settle("a registered buffer",
-                                  nccl_.register_buffer(comm_, data, bytes, &handle),
-                                  options_.deadline));
-    if (handle != nullptr) registered_.push_back(handle);
-    return absl::OkStatus();
-  }
-
-  void Abort(const std::string& why) override {
-    health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
-  }
-  absl::Status status() const override { return host_->failure(); }
-  int alive() const override { return host_->Alive(); }
-
- private:
-  Shared& shared() const { return *reinterpret_cast<Shared*>(host_->data()); }
 
   std::string Text(const char* what, ncclResult_t result) const {
     return absl::StrCat("NCCL: ", what, " of '", options_.name, "': ", nccl_.error_string(result));
@@ -147,6 +188,7 @@ class NcclRankGroup : public RankGroup {
   // but does not return while there are programs with the group's operations.
   void Fail(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     health_->FailWith(host_->Fail(why));
+    if (peers_ != nullptr) peers_->Stop();
     if (comm_ == nullptr) return;
     abort_ = std::thread([this, comm = std::exchange(comm_, nullptr)] { nccl_.abort(comm); });
   }
@@ -171,8 +213,49 @@ class NcclRankGroup : public RankGroup {
     if (!cuda.usable()) return;
     absl::MutexLock lock(&mutex_);
     if (comm_ == nullptr) return;
-    Settle(CollectiveName(operation.kind), Call(cuda.handle(), operation), options_.deadline)
-        .IgnoreError();
+    if (std::optional<cudaError_t> launched = CallPeers(cuda.handle(), operation)) {
+      return cuda.Check(*launched, CollectiveName(operation.kind));
+    }
+    Settle(CollectiveName(operation.kind), Call(cuda.handle(), operation), kConnect).IgnoreError();
+  }
+
+  // Enqueues an operation that goes by the ranks' memory; nothing: it goes by NCCL. Every rank
+  // decides the same, since only what the contract makes equal counts.
+  std::optional<cudaError_t> CallPeers(cudaStream_t stream, const Operation& op)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (peers_ == nullptr) return std::nullopt;
+    if (op.kind == Collective::kAllReduce && peers_->Takes(op.count * SizeOf(op.type))) {
+      kernels::PeerAllReduceParams p{};
+      p.group = peers_->group();
+      p.in = op.in;
+      p.out = op.out;
+      p.count = op.count;
+      p.type = op.type;
+      return kernels::cuda::LaunchPeerAllReduce(p, stream);
+    }
+    if (op.kind == Collective::kAllGather && peers_->Takes(op.count)) {
+      kernels::PeerAllGatherParams p{};
+      p.group = peers_->group();
+      p.in = op.in;
+      p.out = op.out;
+      p.bytes = op.count;
+      return kernels::cuda::LaunchPeerAllGather(p, stream);
+    }
+    if (op.kind != Collective::kAllToAll) return std::nullopt;
+    const AllToAllParams& move = op.exchange;
+    const int64_t block = int64_t{move.capacity} * move.unit_bytes;
+    kernels::PeerAllToAllParams p{};
+    if (block % 16 != 0 ||
+        !peers_->Find(move.receive, static_cast<size_t>(block * size()), p.receives)) {
+      return std::nullopt;
+    }
+    p.group = peers_->group();
+    p.send = move.send;
+    p.send_counts = move.send_counts;
+    p.receive_counts = move.receive_counts;
+    p.capacity = move.capacity;
+    p.unit_bytes = move.unit_bytes;
+    return kernels::cuda::LaunchPeerAllToAll(p, stream);
   }
 
   ncclResult_t Call(cudaStream_t stream, const Operation& op)
@@ -228,6 +311,7 @@ class NcclRankGroup : public RankGroup {
   ncclComm_t comm_ ABSL_GUARDED_BY(mutex_) = nullptr;  // null: there is none yet, or it was aborted
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<void*> registered_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<PeerMemory> peers_ ABSL_GUARDED_BY(mutex_);  // null: everything goes by NCCL
   std::thread watch_;
   std::thread abort_;  // made at most once; read by the destructor when nothing else runs
 };
