@@ -1,6 +1,7 @@
 #include "src/bench/ranks/rank_run.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <utility>
 
@@ -69,15 +70,16 @@ struct Phase {
   bool traced = false;
 };
 
-bool IsCollective(const TraceSlice& slice) {
-  if (slice.kind != TraceSlice::Kind::kKernel) return false;
-  for (const char* part : {"nccl", "PeerReduce", "Ranks", "all-", "reduce-scatter"}) {
-    if (absl::StrContains(slice.name, part)) return true;
-  }
-  return false;
+bool HasOneOf(const std::string& name, std::initializer_list<const char*> parts) {
+  return std::any_of(parts.begin(), parts.end(),
+                     [&](const char* part) { return absl::StrContains(name, part); });
 }
-bool IsExchange(const TraceSlice& slice) {
-  return absl::StrContains(slice.name, "SendRecv") || absl::StrContains(slice.name, "all-to-all");
+// The names are NCCL's, those of kernels between GPUs, and those of the CPU device.
+bool IsCollective(const std::string& kernel) {
+  return HasOneOf(kernel, {"nccl", "AllReduce", "AllGather", "AllToAll", "all-", "reduce-scatter"});
+}
+bool IsExchange(const std::string& kernel) {
+  return HasOneOf(kernel, {"SendRecv", "AllToAll", "all-to-all"});
 }
 
 using Stretch = std::pair<absl::Time, absl::Time>;
@@ -109,8 +111,8 @@ RankTrace SumOf(const std::vector<TraceSlice>& slices, absl::Time begin, absl::T
   for (const TraceSlice& slice : slices) {
     if (slice.begin < begin || slice.begin >= end) continue;
     if (slice.kind != TraceSlice::Kind::kKernel) continue;
-    (IsCollective(slice) ? group : others).emplace_back(slice.begin, slice.end);
-    if (IsExchange(slice)) exchange.emplace_back(slice.begin, slice.end);
+    (IsCollective(slice.name) ? group : others).emplace_back(slice.begin, slice.end);
+    if (IsExchange(slice.name)) exchange.emplace_back(slice.begin, slice.end);
   }
   others = Union(std::move(others));
   const double beside = Seconds(others);
