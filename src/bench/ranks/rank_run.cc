@@ -283,6 +283,7 @@ class Rank {
     StepWatch watch(policy.get(), switch_, &quiet_, lists_.get(),
                     static_cast<int>(options_.context) - 1);
     // Steps are recorded with the ranks' operations and without, unless they are traced.
+    quiet_ = false;
     const bool both = ranks() > 1 && !phase.traced;
     const std::unique_ptr<Device> device =
         NewStepDevice(device_, {.version = both ? &quiet_ : nullptr});

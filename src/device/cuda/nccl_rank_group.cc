@@ -122,7 +122,10 @@ class NcclRankGroup : public RankGroup {
   void Abort(const std::string& why) override {
     health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
   }
-  absl::Status status() const override { return host_->failure(); }
+  absl::Status status() const override {
+    SLUICE_RETURN_IF_ERROR(host_->failure());
+    return health_->status();  // The watching thread tells the others a little later.
+  }
   int alive() const override { return host_->Alive(); }
 
  private:
