@@ -106,7 +106,7 @@ absl::Status CheckRanks(Config* config) {
   const std::string& policy = config->policy();
   using Names = std::vector<std::string>;
   const Names served =
-      DividesExperts(*config) ? Names{"full", "ess"} : Names{"full", "scout", "recall", "hgca"};
+      DividesExperts(*config) ? Names{"full", "ess"} : Names{"full", "scout", "recall", "hgca", "clo", "fluxion"};
   if (std::find(served.begin(), served.end(), policy) == served.end()) {
     return Refused(*config, absl::StrCat("run the policies ", absl::StrJoin(served, ", "),
                                          ", and policy is ", policy));
