@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kPackThreads)
   WaitForPriorKernels();
   const PeerGroup& g = p.group;
   bool failed;
-  const uint32_t operation = ReadOperation(g, &failed);
+  const uint32_t operation = ReadOperation(g, failed);
   if (failed) return;
   const auto* in = static_cast<const uint8_t*>(p.in);
   auto* out = static_cast<uint8_t*>(p.out);
@@ -46,16 +46,16 @@ __global__ void __launch_bounds__(kPackThreads)
   const int64_t first = int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
   const int64_t step = int64_t{gridDim.x} * kPackThreads;
   for (int64_t pack = first; pack < packs; pack += step) {
-    Pack made{{}, operation};
+    uint32_t data[3];
 #pragma unroll
     for (int w = 0; w < 3; ++w) {
       const int64_t at = pack * kPackDataBytes + w * 4;
-      made.data[w] = LoadWord<kByWords>(in, at, p.bytes);
-      if (in != own) StoreWord<kByWords>(own, at, p.bytes, made.data[w]);
+      data[w] = LoadWord<kByWords>(in, at, p.bytes);
+      if (in != own) StoreWord<kByWords>(own, at, p.bytes, data[w]);
     }
     for (int i = 1; i < g.size; ++i) {
       const int to = (g.rank + i) % g.size;
-      StorePack(SlotOf(g, to, g.rank, operation) + pack * kPackBytes, made);
+      StorePack(SlotOf(g, to, g.rank, operation) + pack * kPackBytes, data, operation);
     }
   }
   PassOperation(g, operation);
@@ -64,8 +64,9 @@ __global__ void __launch_bounds__(kPackThreads)
     const char* slot = SlotOf(g, g.rank, from, operation);
     uint8_t* const part = out + from * p.bytes;
     for (int64_t pack = first; pack < packs; pack += step) {
-      Pack arrived;
-      if (!AwaitPack(g, slot + pack * kPackBytes, operation, arrived)) return;
+      const char* const at = slot + pack * kPackBytes;
+      Pack arrived = LoadPack(at);
+      if (!AwaitPack(g, at, operation, arrived)) return;
 #pragma unroll
       for (int w = 0; w < 3; ++w) {
         StoreWord<kByWords>(part, pack * kPackDataBytes + w * 4, p.bytes, arrived.data[w]);

@@ -36,7 +36,8 @@ struct BFloat16Words {
   }
 };
 
-template <typename Words>
+// kRanks: at least the group's size.
+template <typename Words, int kRanks>
 __global__ void __launch_bounds__(kPackThreads)
     AllReduceKernel(const __grid_constant__ PeerAllReduceParams p) {
   using Element = typename Words::Element;
@@ -44,13 +45,9 @@ __global__ void __launch_bounds__(kPackThreads)
   LetNextKernelStart();
   WaitForPriorKernels();
   const PeerGroup& g = p.group;
-  bool failed;
-  const uint32_t operation = ReadOperation(g, &failed);
-  if (failed) return;
   const auto* in = static_cast<const Element*>(p.in);
   auto* out = static_cast<Element*>(p.out);
-  const auto own_pack = [&](int64_t pack) {
-    Pack made{{}, operation};
+  const auto load = [&](int64_t pack, uint32_t(&data)[3]) {
     Element e[kElements];
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
@@ -58,33 +55,45 @@ __global__ void __launch_bounds__(kPackThreads)
       e[i] = at < p.count ? in[at] : Element{};
     }
 #pragma unroll
-    for (int w = 0; w < 3; ++w) made.data[w] = Words::Join(e + w * Words::kEach);
-    return made;
+    for (int w = 0; w < 3; ++w) data[w] = Words::Join(e + w * Words::kEach);
   };
   const int64_t packs = (p.count + kElements - 1) / kElements;
   const int64_t first = int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
   const int64_t step = int64_t{gridDim.x} * kPackThreads;
+  // Most operands are one pack to a thread, which is on its way beside the number.
+  uint32_t own[3];
+  load(first, own);
+  bool failed;
+  const uint32_t operation = ReadOperation(g, failed);
+  if (failed) return;
   for (int64_t pack = first; pack < packs; pack += step) {
-    const Pack made = own_pack(pack);
+    if (pack != first) load(pack, own);
     for (int i = 1; i < g.size; ++i) {
       const int to = (g.rank + i) % g.size;
-      StorePack(SlotOf(g, to, g.rank, operation) + pack * kPackBytes, made);
+      StorePack(SlotOf(g, to, g.rank, operation) + pack * kPackBytes, own, operation);
     }
   }
   PassOperation(g, operation);
   for (int64_t pack = first; pack < packs; pack += step) {
-    const Pack own = own_pack(pack);
+    if (step < packs) load(pack, own);
+    const auto slot = [&](int rank) {
+      return SlotOf(g, g.rank, rank, operation) + pack * kPackBytes;
+    };
+    Pack parts[kRanks];
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) {
+      parts[rank] = {{own[0], own[1], own[2]}, operation};
+      if (rank < g.size && rank != g.rank) parts[rank] = LoadPack(slot(rank));
+    }
     float sums[kElements] = {};
-    for (int rank = 0; rank < g.size; ++rank) {
-      Pack part = own;
-      if (rank != g.rank) {
-        const char* at = SlotOf(g, g.rank, rank, operation) + pack * kPackBytes;
-        if (!AwaitPack(g, at, operation, part)) return;
-      }
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) {
+      if (rank >= g.size) break;
+      if (!AwaitPack(g, slot(rank), operation, parts[rank])) return;
 #pragma unroll
       for (int w = 0; w < 3; ++w) {
         Element e[Words::kEach];
-        Words::Split(part.data[w], e);
+        Words::Split(parts[rank].data[w], e);
 #pragma unroll
         for (int j = 0; j < Words::kEach; ++j) {
           float& sum = sums[w * Words::kEach + j];
@@ -100,6 +109,15 @@ __global__ void __launch_bounds__(kPackThreads)
   }
 }
 
+template <typename Words>
+cudaError_t Launch(const PeerAllReduceParams& p, dim3 grid, cudaStream_t stream) {
+  void (*const kernel)(PeerAllReduceParams) = p.group.size == 2 ? AllReduceKernel<Words, 2>
+                                              : p.group.size <= 4
+                                                  ? AllReduceKernel<Words, 4>
+                                                  : AllReduceKernel<Words, kMaxPeerRanks>;
+  return LaunchKernel(kernel, grid, dim3(kPackThreads), 0, stream, p);
+}
+
 }  // namespace
 
 cudaError_t LaunchPeerAllReduce(const PeerAllReduceParams& p, cudaStream_t stream) {
@@ -111,9 +129,7 @@ cudaError_t LaunchPeerAllReduce(const PeerAllReduceParams& p, cudaStream_t strea
   if (p.count == 0) return cudaSuccess;
   const int64_t bytes = p.count * SizeOf(p.type);
   const dim3 grid = PackGrid((bytes + kPackDataBytes - 1) / kPackDataBytes, p.max_blocks);
-  return narrow
-             ? LaunchKernel(AllReduceKernel<BFloat16Words>, grid, dim3(kPackThreads), 0, stream, p)
-             : LaunchKernel(AllReduceKernel<Float32Words>, grid, dim3(kPackThreads), 0, stream, p);
+  return narrow ? Launch<BFloat16Words>(p, grid, stream) : Launch<Float32Words>(p, grid, stream);
 }
 
 }  // namespace sluice::kernels::cuda

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   WaitForPriorKernels();
   const PeerGroup& g = p.group;
   bool failed;
-  const uint32_t operation = ReadOperation(g, &failed);
+  const uint32_t operation = ReadOperation(g, failed);
   if (failed) return;
   const int thread = threadIdx.x;
   if (blockIdx.x == 0 && thread < g.size && thread != g.rank) {

@@ -59,9 +59,9 @@ __device__ __forceinline__ Pack LoadPack(const void* at) {
       {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high)},
       static_cast<uint32_t>(high >> 32)};
 }
-__device__ __forceinline__ void StorePack(void* at, const Pack& pack) {
-  const uint64_t low = pack.data[0] | static_cast<uint64_t>(pack.data[1]) << 32;
-  const uint64_t high = pack.data[2] | static_cast<uint64_t>(pack.operation) << 32;
+__device__ __forceinline__ void StorePack(void* at, const uint32_t (&data)[3], uint32_t operation) {
+  const uint64_t low = data[0] | static_cast<uint64_t>(data[1]) << 32;
+  const uint64_t high = data[2] | static_cast<uint64_t>(operation) << 32;
   asm volatile(
       "{\n.reg .b128 pack;\n"
       "mov.b128 pack, {%1, %2};\n"
@@ -72,13 +72,13 @@ __device__ __forceinline__ void StorePack(void* at, const Pack& pack) {
 
 // Returns the number of this operation. 0, which slots have at first, is left out, and with it 1,
 // since odd and even numbers take turns. REQUIRES: it comes behind WaitForPriorKernels().
-__device__ __forceinline__ uint32_t ReadOperation(const PeerGroup& g, bool* failed) {
+__device__ __forceinline__ uint32_t ReadOperation(const PeerGroup& g, bool& failed) {
   uint64_t both;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
                : "=l"(both)
                : "l"(&WordsOf(g, g.rank)->operations)
                : "memory");
-  *failed = both >> 32 != 0;
+  failed = both >> 32 != 0;
   const uint32_t next = static_cast<uint32_t>(both) + 1;
   return next == 0 ? 2 : next;
 }
@@ -101,10 +101,9 @@ __device__ __forceinline__ bool GivesUp(const PeerGroup& g, uint32_t& polls) {
   return true;
 }
 
-// Waits for a pack. False: the group has failed.
+// Waits for a pack, of which `pack` is what was last read. False: the group has failed.
 __device__ __forceinline__ bool AwaitPack(const PeerGroup& g, const void* at, uint32_t operation,
                                           Pack& pack) {
-  pack = LoadPack(at);
   for (uint32_t polls = 0; pack.operation != operation; pack = LoadPack(at)) {
     if (GivesUp(g, polls)) return false;
   }

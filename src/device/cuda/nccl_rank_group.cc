@@ -1,5 +1,6 @@
 #include "src/device/cuda/nccl_rank_group.h"
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -13,6 +14,7 @@
 #include "kernels/cuda/ranks/peers.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/device/cuda/cuda_memory.h"
 #include "src/device/cuda/cuda_stream.h"
 #include "src/device/cuda/nccl.h"
 #include "src/device/cuda/peer_memory.h"
@@ -31,6 +33,9 @@ constexpr absl::Duration kLeave = absl::Seconds(2);
 // A call of NCCL's may take so long until it has connected the ranks, which it does at the first
 // operation of a kind.
 constexpr absl::Duration kConnect = absl::Seconds(30);
+// At the start NCCL moves this many times what peer memory takes, and once: it may choose another
+// way for each.
+constexpr size_t kAhead = 16;
 
 // The ranks share this beside HostRanks' own.
 struct Shared {
@@ -90,6 +95,7 @@ class NcclRankGroup : public RankGroup {
           {{"group", options_.name}, {"why", std::string(peers.status().message())}});
       return absl::OkStatus();
     }
+    SLUICE_RETURN_IF_ERROR(ConnectAhead());
     absl::MutexLock lock(&mutex_);
     peers_ = *std::move(peers);
     if (comm_ == nullptr) peers_->Stop();
@@ -146,6 +152,34 @@ class NcclRankGroup : public RankGroup {
     SLUICE_RETURN_IF_ERROR(Settle("a communicator", result, options_.join_timeout));
     watch_ = std::thread([this] { Watch(); });
     return absl::OkStatus();
+  }
+
+  // Has NCCL connect the ranks for the sums and gathers that peer memory does not take: it would
+  // else do so in the first prompt, since no recorded step has any.
+  absl::Status ConnectAhead() {
+    const size_t most = kAhead * options_.peer_bytes, own = static_cast<size_t>(rank());
+    SLUICE_ASSIGN_OR_RETURN(const Buffer memory,
+                            AllocateHbm(most * static_cast<size_t>(size()), "NCCL's first calls"));
+    CudaStream stream(health_, Device::StreamKind::kCompute);
+    CudaEvent done(health_, /*timed=*/false);
+    {
+      absl::MutexLock lock(&mutex_);
+      for (const size_t bytes : {options_.peer_bytes, most}) {
+        for (const Collective kind : {Collective::kAllReduce, Collective::kAllGather}) {
+          if (comm_ == nullptr) return status();
+          Operation op;
+          op.kind = kind;
+          op.in = memory.as<uint8_t>() + (kind == Collective::kAllGather ? bytes * own : 0);
+          op.out = memory.data();
+          op.count = static_cast<int64_t>(kind == Collective::kAllReduce ? bytes / 4 : bytes);
+          if (op.count == 0) continue;
+          SLUICE_RETURN_IF_ERROR(Settle(CollectiveName(kind), Call(stream.handle(), op), kConnect));
+        }
+      }
+    }
+    stream.Record(done);
+    done.Wait();
+    return health_->status();
   }
 
   std::string Text(const char* what, ncclResult_t result) const {
@@ -328,13 +362,16 @@ absl::StatusOr<std::unique_ptr<RankGroup>> JoinNcclRanks(const RankGroupOptions&
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
                           HostRanks::Join({options.name, options.rank, options.size, sizeof(Shared),
                                            options.join_timeout}));
-  health->SetStall(
-      options.deadline,
-      RankLost(options.rank, absl::StrCat("of '", options.name, "' waited ",
-                                          absl::FormatDuration(options.deadline),
-                                          " for the others, in an operation that does not end")));
+  const auto limit_stalls = [&](absl::Duration limit) {
+    health->SetStall(
+        limit, RankLost(options.rank,
+                        absl::StrCat("of '", options.name, "' waited ", absl::FormatDuration(limit),
+                                     " for the others, in an operation that does not end")));
+  };
+  limit_stalls(std::max(kConnect, options.deadline));
   auto group = std::make_unique<NcclRankGroup>(options, std::move(host), nccl, health);
   SLUICE_RETURN_IF_ERROR(group->Connect());
+  limit_stalls(options.deadline);
   return group;
 }
 

@@ -111,6 +111,8 @@ absl::Status PeerMemory::Offer(void* data) {
   if (data == nullptr) return absl::FailedPreconditionError("no memory for what ranks exchange");
   int device = 0;
   SLUICE_RETURN_IF_ERROR(Unreachable("the device", cudaGetDevice(&device)));
+  // The driver's call below needs the device's context, which this binds to the thread.
+  SLUICE_RETURN_IF_ERROR(Unreachable("the device", cudaSetDevice(device)));
   SLUICE_RETURN_IF_ERROR(Unreachable(
       "the device's address", cudaDeviceGetPCIBusId(own.bus_id, sizeof(own.bus_id), device)));
   SLUICE_ASSIGN_OR_RETURN(uint8_t* const begin, BeginOf(data));
