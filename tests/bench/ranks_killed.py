@@ -199,7 +199,7 @@ def main() -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{report['kills']} kills; {report['tokens_checked']} tokens before them, of {report['distinct_tokens']} different "
-          f"ones, all compared; streams ended after at most "
+          "ones, all compared; streams ended after at most "
           f"{', '.join(f'{s:.2f} s (rank {r})' for r, s in report['largest_end_seconds'].items())}; "
           f"starts took {min(rounds.starts):.1f} to {max(rounds.starts):.1f} s")
     for problem in report["wrong"]:

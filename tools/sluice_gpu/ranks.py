@@ -16,8 +16,8 @@ from sluice_gpu.policy_runs import LARGE, LLAMA, SMALL
 
 RANKS = (2, 4)  # those that this host's GPUs can be
 CONTEXT = 32768
-# Table 2 of the ESS paper has 52 sequences without the pool and 160 with it, at a ratio of 0.21. HBM for 160 at this ratio is
-# HBM for 54 of `full`.
+# Table 2 of the ESS paper has 52 sequences without the pool and 160 with it, at a ratio of 0.21. HBM for 160 at this
+# ratio is HBM for 54 of `full`.
 FULL_SEQUENCES, ESS_SEQUENCES, RATIO = 52, 160, 0.195
 PROPORTION_MIB = 82_400
 
@@ -90,7 +90,7 @@ class KilledRun:
     quality = False
 
     def quickly(self) -> "KilledRun":
-        return replace(self, kills=2, tokens=300)
+        return replace(self, kills=2, tokens=100)
 
     def report(self, folder: Path) -> Path:
         return folder / f"{self.name}.json"
@@ -107,11 +107,13 @@ class OperatorsRun:
     name: str
     home_gib: int = 48
     rows: tuple[int, ...] = (1, 16, 32, 64, 96, 128, 256)
+    more: tuple[str, ...] = ()
     model: str = EP32
     quality = False
 
     def quickly(self) -> "OperatorsRun":
-        return replace(self, model=SMALL_LATENT, home_gib=1, rows=(1, 4, 16))
+        return replace(self, model=SMALL_LATENT, home_gib=1, rows=(1, 4),
+                       more=("--misses", "0,16", "--contexts", "1024,4096"))
 
     def report(self, folder: Path) -> Path:
         return folder / f"{self.name}.json"
@@ -119,8 +121,8 @@ class OperatorsRun:
     def command(self, place: Place, device: str, quick: bool, folder: Path) -> list[str]:
         return [str(place.bin / "sluice-bench"), "kernels", "--device", device, "--only", "step", "--model",
                 str(place.root / self.model), "--home-gib", str(self.home_gib), "--step-rows",
-                ",".join(map(str, self.rows)), "--seconds", "0.01" if quick else "0.05", "--json",
-                str(self.report(folder))]
+                ",".join(map(str, self.rows)), "--seconds", "0.001" if quick else "0.05", "--json",
+                str(self.report(folder)), *self.more]
 
 
 def _rates(report: dict, policy: str) -> dict[int, float]:

@@ -1,7 +1,6 @@
 #include "src/bench/ranks/rank_run.h"
 
 #include <algorithm>
-#include <initializer_list>
 #include <memory>
 #include <utility>
 
@@ -69,63 +68,6 @@ struct Phase {
   int overlap = 0;
   bool traced = false;
 };
-
-bool HasOneOf(const std::string& name, std::initializer_list<const char*> parts) {
-  return std::any_of(parts.begin(), parts.end(),
-                     [&](const char* part) { return absl::StrContains(name, part); });
-}
-// The names are NCCL's, those of kernels between GPUs, and those of the CPU device.
-bool IsCollective(const std::string& kernel) {
-  return HasOneOf(kernel, {"nccl", "AllReduce", "AllGather", "AllToAll", "all-", "reduce-scatter"});
-}
-bool IsExchange(const std::string& kernel) {
-  return HasOneOf(kernel, {"SendRecv", "AllToAll", "all-to-all"});
-}
-
-using Stretch = std::pair<absl::Time, absl::Time>;
-
-// Returns the stretches that any of `all` covers, in order and apart from one another.
-std::vector<Stretch> Union(std::vector<Stretch> all) {
-  std::sort(all.begin(), all.end());
-  std::vector<Stretch> apart;
-  for (const Stretch& s : all) {
-    if (!apart.empty() && s.first <= apart.back().second) {
-      apart.back().second = std::max(apart.back().second, s.second);
-    } else {
-      apart.push_back(s);
-    }
-  }
-  return apart;
-}
-
-double Seconds(const std::vector<Stretch>& apart) {
-  absl::Duration sum;
-  for (const auto& [begin, end] : apart) sum += end - begin;
-  return absl::ToDoubleSeconds(sum);
-}
-
-// Adds up the slices that begin in [begin, end), which are of `steps` steps.
-RankTrace SumOf(const std::vector<TraceSlice>& slices, absl::Time begin, absl::Time end,
-                int64_t steps) {
-  std::vector<Stretch> group, exchange, others;
-  for (const TraceSlice& slice : slices) {
-    if (slice.begin < begin || slice.begin >= end) continue;
-    if (slice.kind != TraceSlice::Kind::kKernel) continue;
-    (IsCollective(slice.name) ? group : others).emplace_back(slice.begin, slice.end);
-    if (IsExchange(slice.name)) exchange.emplace_back(slice.begin, slice.end);
-  }
-  others = Union(std::move(others));
-  const double beside = Seconds(others);
-  std::vector<Stretch> all = group;
-  all.insert(all.end(), others.begin(), others.end());
-  const auto each = 1.0 / static_cast<double>(steps);
-  RankTrace sum;
-  sum.step = absl::ToDoubleSeconds(end - begin) * each;
-  sum.collective = Seconds(Union(std::move(group))) * each;
-  sum.exchange = Seconds(Union(std::move(exchange))) * each;
-  sum.exposed = (Seconds(Union(std::move(all))) - beside) * each;
-  return sum;
-}
 
 class Rank {
  public:
@@ -406,6 +348,7 @@ class Rank {
       batch_->event(static_cast<int>((step - 1) % 2)).Wait();
       const absl::Time now = absl::Now();
       if (step > kWarmUp) seconds->push_back(absl::ToDoubleSeconds(now - last));
+      if (step == kWarmUp) counted_from_ = now;
       last = now;
     }
     for (int b = 0; b < 2; ++b) batch_->event(b).Wait();
@@ -426,9 +369,8 @@ class Rank {
     plan.row_count = plan.decode_rows = plan.sample_count = result.sequences;
     if (phase.traced) {
       std::vector<double> ignored;
-      const absl::Time begin = absl::Now();
       SLUICE_RETURN_IF_ERROR(Steps(plan, options_.trace_steps, &ignored));
-      traces_.push_back({result, begin, absl::Now(), each});
+      traces_.push_back({result, counted_from_, absl::Now(), each});
     } else {
       std::vector<double> seconds[2];
       for (int round = 0; round < kRounds; ++round) {
@@ -466,7 +408,7 @@ class Rank {
   absl::Status ReadTrace(DeviceTrace& trace) {
     SLUICE_ASSIGN_OR_RETURN(const std::vector<TraceSlice> slices, trace.Stop());
     for (const Traced& traced : traces_) {
-      RankTrace sum = SumOf(slices, traced.begin, traced.end, kWarmUp + options_.trace_steps);
+      RankTrace sum = SumOf(slices, traced.begin, traced.end, options_.trace_steps);
       if (options_.experts()) {
         SLUICE_ASSIGN_OR_RETURN(sum.exchange_bytes, ExchangeBytes(traced.each));
       }
@@ -498,6 +440,7 @@ class Rank {
   AttentionPolicy* policy_ = nullptr;    // the phase's, on rank 0
   std::unique_ptr<BatchState> batch_;
   std::unique_ptr<Stream> stream_;
+  absl::Time counted_from_;  // when the steps of the newest Steps began that count
   std::vector<Traced> traces_;
 };
 

@@ -3,13 +3,14 @@
 #pragma once
 
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "src/base/timing.h"
 #include "src/bench/ranks/rank_processes.h"
+#include "src/bench/ranks/rank_trace.h"
 #include "src/bench/ranks/ranks_options.h"
 #include "src/device/rank_group.h"
 
@@ -22,16 +23,6 @@ struct RankStep {
   int sequences = 0;  // of all ranks
   Timing step;        // seconds
   Timing quiet;       // without the ranks' operations; no samples: one rank has none
-};
-
-// The operations of the group in a traced step, by rank 0's device.
-struct RankTrace {
-  double step = 0;        // seconds of a traced step
-  double collective = 0;  // seconds in which an operation of the group ran
-  double exposed = 0;     // those of them in which no other kernel ran
-  double exchange = 0;    // seconds of exchanges
-  // Bytes that a rank sends to others in the exchanges of a step; 0: there are none.
-  double exchange_bytes = 0;
 };
 
 // Lines that rank 0 says, as JSON: what it runs on, and each measurement as it comes.

@@ -32,10 +32,12 @@ class RanksBench {
     SLUICE_ASSIGN_OR_RETURN(switch_, RankSwitch::Create());
     gpus_ = options_.device == "cuda" ? CountGpus() : 0;
     if (options_.device == "cuda") report_.shape.emplace_back("gpus", absl::StrCat(gpus_));
-    for (const int64_t ranks : options_.ranks) {
-      SLUICE_RETURN_IF_ERROR(RunGroup(static_cast<int>(ranks)));
-    }
-    return out_.Finish(report_);
+    // Groups behind one that failed may still be measured.
+    absl::Status failed;
+    for (const int64_t ranks : options_.ranks) failed.Update(RunGroup(static_cast<int>(ranks)));
+    const int status = out_.Finish(report_);
+    SLUICE_RETURN_IF_ERROR(failed);
+    return status;
   }
 
  private:
