@@ -22,6 +22,11 @@ namespace sluice {
 
 struct FluxionPredictor;
 
+// The heads that a rank has, [first, first + count) of `all`. 0: ranks do not divide them.
+struct HeadsOfRank {
+  int first = 0, count = 0, all = 0;
+};
+
 struct PolicyOptions {
   std::string name = "full";
   Device* device = nullptr;
@@ -29,8 +34,9 @@ struct PolicyOptions {
   PagePool* dram = nullptr;  // may be null for policy full, which then evicts nothing
   int slots = 0;
   int max_context = 0;
-  int heads = 0;     // query heads of the model
-  int max_rows = 0;  // maximum rows in a step, including prompt rows
+  int heads = 0;  // query heads of the model; of a divided one the rank's
+  HeadsOfRank rank_heads, rank_kv_heads;  // query heads, KV heads
+  int max_rows = 0;                       // maximum rows in a step, including prompt rows
   // Maximum decode rows of a sequence in a step: 1, and one more for each draft. Only ess has to
   // know it beforehand.
   int rows_per_sequence = 1;

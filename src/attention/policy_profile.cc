@@ -275,6 +275,19 @@ absl::Status ApplySimilarities(const PolicyProfile::Similarities& profile,
   return absl::OkStatus();
 }
 
+// Leaves of `values`, [layers][heads.all][each], those of the heads.
+template <typename T>
+void KeepHeads(const HeadsOfRank& heads, size_t each, std::vector<T>* values) {
+  const size_t layer = static_cast<size_t>(heads.all) * each;
+  if (values->empty() || layer == 0 || values->size() % layer != 0) return;
+  std::vector<T> kept;
+  for (size_t at = static_cast<size_t>(heads.first) * each; at < values->size(); at += layer) {
+    const auto from = values->begin() + static_cast<ptrdiff_t>(at);
+    kept.insert(kept.end(), from, from + static_cast<ptrdiff_t>(size_t(heads.count) * each));
+  }
+  *values = std::move(kept);
+}
+
 }  // namespace
 
 std::string ProjectionPath(const std::string& path) { return path + ".projection"; }
@@ -350,8 +363,35 @@ absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path) {
   return profile;
 }
 
-absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string& model_fingerprint,
+PolicyProfile ProfileOfRank(PolicyProfile profile, const HeadsOfRank& heads,
+                            const HeadsOfRank& kv_heads) {
+  if (kv_heads.all == 0) return profile;
+  for (PolicyProfile::Matrices* of : {&profile.projection, &profile.hash}) {
+    if (of->columns == 0 || of->kv_heads != kv_heads.all) continue;
+    KeepHeads(kv_heads, size_t(of->head_dim) * size_t(of->columns), &of->values);
+    of->kv_heads = kv_heads.count;
+  }
+  if (profile.hgca.kv_heads == kv_heads.all) {
+    KeepHeads(kv_heads, 1, &profile.hgca.betas);
+    profile.hgca.kv_heads = kv_heads.count;
+  }
+  PolicyProfile::Similarities& clo = profile.clo;
+  if (clo.kv_heads != kv_heads.all) return profile;
+  KeepHeads(heads, 1, &clo.gates);
+  for (auto* of : {&clo.similarities, &clo.misses, &clo.label_similarities}) {
+    KeepHeads(kv_heads, 1, of);
+  }
+  clo.kv_heads = kv_heads.count;
+  clo.persistence_order.clear();  // It is of the whole model's heads.
+  // A rank computes a layer in its share of the time, and has a link of its own.
+  clo.prefetchable *= double{1} * kv_heads.count / kv_heads.all;
+  return profile;
+}
+
+absl::Status ApplyPolicyProfile(const PolicyProfile& of_model, const std::string& model_fingerprint,
                                 const CacheLayout& layout, PolicyOptions* options) {
+  const PolicyProfile profile =
+      ProfileOfRank(of_model, options->rank_heads, options->rank_kv_heads);
   const CacheKind& kv = layout.kinds[0];
   if (profile.model_fingerprint != model_fingerprint) {
     return DoesNotFit(absl::StrCat("it was made for the model with fingerprint ",

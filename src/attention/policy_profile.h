@@ -88,10 +88,15 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
 // was written with it; the message names the file, the key and the remedy.
 absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path);
 
-// Fills in what the policies of `options` take from a profile. `layout` is that of the model with
-// fingerprint `model_fingerprint`. FAILED_PRECONDITION: the profile was made for another model or
+// Returns what a profile of the whole model says of a rank's heads. Where a part of the profile is
+// not of a model with so many heads, it stays as it is, and ApplyPolicyProfile says so.
+PolicyProfile ProfileOfRank(PolicyProfile profile, const HeadsOfRank& heads,
+                            const HeadsOfRank& kv_heads);
+
+// Fills in what the policies of `options` take from a profile, on a rank what they take of its
+// heads. `layout` is that of the model with fingerprint `model_fingerprint`. FAILED_PRECONDITION: the profile was made for another model or
 // under other settings; the message names what does not fit.
-absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string& model_fingerprint,
+absl::Status ApplyPolicyProfile(const PolicyProfile& of_model, const std::string& model_fingerprint,
                                 const CacheLayout& layout, PolicyOptions* options);
 
 }  // namespace sluice

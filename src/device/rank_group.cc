@@ -9,6 +9,12 @@
 #include "src/base/status_macros.h"
 
 namespace sluice {
+namespace {
+
+// A rank has up to 5.4 times as much memory for it.
+constexpr size_t kMostPeerBytes = size_t{64} << 20;
+
+}  // namespace
 
 absl::Status CheckRankGroupOptions(const RankGroupOptions& options) {
   if (options.size < 1 || options.size > kMaxRanks) {
@@ -32,6 +38,11 @@ absl::Status CheckRankGroupOptions(const RankGroupOptions& options) {
   if (options.round_bytes < 4096 || options.round_bytes % 4096 != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         "round_bytes ", options.round_bytes, " of a group of ranks: expected a multiple of 4096"));
+  }
+  if (options.peer_bytes > kMostPeerBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("peer_bytes ", options.peer_bytes,
+                                                   " of a group of ranks: expected at most ",
+                                                   kMostPeerBytes));
   }
   return absl::OkStatus();
 }
@@ -91,6 +102,9 @@ void RankGroup::ReduceScatter(Stream& stream, const void* in, void* out, int64_t
 
 void RankGroup::AllToAll(Stream& stream, const AllToAllParams& params) {
   SLUICE_CHECK(params.capacity > 0 && params.unit_bytes > 0);
+  SLUICE_CHECK(reinterpret_cast<uintptr_t>(params.send) % 16 == 0 &&
+                   reinterpret_cast<uintptr_t>(params.receive) % 16 == 0,
+               "what is exchanged begins at multiples of 16 bytes");
   Operation operation;
   operation.kind = Collective::kAllToAll;
   operation.exchange = params;

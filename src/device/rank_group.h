@@ -37,13 +37,18 @@ struct RankGroupOptions {
   // The time within which all ranks must have joined.
   absl::Duration join_timeout = absl::Seconds(60);
   // The time for which an operation waits for a rank that is alive. A rank that has ended is
-  // noticed in a tenth of a second.
+  // noticed in a tenth of a second. On a CUDA device no event of the device, of other work too, may
+  // take longer.
   absl::Duration deadline = absl::Seconds(30);
   // A rank whose process stands still for so long, stopped or without a cpu, is lost.
   absl::Duration still_limit = absl::Seconds(3);
   // On the CPU device a rank shows the others this many bytes at a time. Larger operations go in
   // rounds.
   size_t round_bytes = size_t{256} << 10;
+  // CUDA devices of one host write into one another's memory, where they can, in an all-reduce or
+  // all-gather of up to this many bytes for each other rank, and in an all-to-all of registered
+  // buffers. What is larger goes by NCCL. 0: everything does. The same on every rank.
+  size_t peer_bytes = size_t{1} << 20;
 };
 
 // INVALID_ARGUMENT names the option that is out of range.
@@ -52,7 +57,8 @@ inline constexpr int kMaxRanks = 64;
 
 // This is an exchange of units whose numbers only the device knows. Rank a's block b of `send` goes
 // to rank b's block a of `receive`. Of a block the first counts[b] units count; the others of
-// `receive` stay as they are, or are overwritten.
+// `receive` stay as they are, or are overwritten. `send` and `receive` begin at multiples of 16
+// bytes.
 struct AllToAllParams {
   const void* send = nullptr;            // [size][capacity] units
   const int32_t* send_counts = nullptr;  // [size], each in [0, capacity]
@@ -106,8 +112,9 @@ class RankGroup {
   void Receive(Stream& stream, void* data, size_t bytes, int from);
 
   // Says that operations will often have operands in [data, data + bytes), which outlives the group
-  // and is the same size on every rank. All ranks call it, in the same order. A device may then
-  // move them without copies; results do not depend on it.
+  // and is the same size on every rank. All ranks call it, in the same order; it may wait for the
+  // others. A device may then move them without copies; results do not depend on it. An operand in
+  // it begins at the same place of it on every rank.
   virtual absl::Status Register(void* /*data*/, size_t /*bytes*/) { return absl::OkStatus(); }
   // Fails the group on every rank with `why`. Any thread.
   virtual void Abort(const std::string& why) = 0;

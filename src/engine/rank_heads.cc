@@ -11,6 +11,10 @@ absl::StatusOr<HintPart> HintPartOf(const ModelConfig& whole, int rank, int rank
   SLUICE_ASSIGN_OR_RETURN(const Shard shard, ShardOf(whole, rank, ranks));
   part.first = static_cast<uint32_t>(shard.kv_heads.first);
   part.count = static_cast<uint32_t>(shard.kv_heads.count);
+  part.first_query = static_cast<uint32_t>(shard.heads.first);
+  part.query_count = static_cast<uint32_t>(shard.heads.count);
+  part.query_heads = static_cast<uint32_t>(whole.heads);
+  part.head_dim = static_cast<uint32_t>(whole.head_dim);
   return part;
 }
 

@@ -47,6 +47,10 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   // rank is lost. Any thread but the engine's.
   absl::Status AwaitFreePages() ABSL_LOCKS_EXCLUDED(frees_mutex_);
 
+  // Hints are of the whole model.
+  int64_t hint_queries() const override {
+    return division_.part.QueriesOfAll(ForwardingPolicy::hint_queries());
+  }
   Headroom HeadroomNow() const override;
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override;

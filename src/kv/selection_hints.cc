@@ -98,6 +98,17 @@ SelectionHints HintsOf(const SelectionHints& hints, const HintPart& part) {
     out.entries.push_back(entry);
     if (entry.kv_head.has_value()) out.entries.back().kv_head = head - part.first;
   }
+  if (part.count == 0) {
+    out.queries = hints.queries;
+    return out;
+  }
+  const auto row = static_cast<ptrdiff_t>(size_t{part.query_heads} * part.head_dim);
+  const auto from = static_cast<ptrdiff_t>(size_t{part.first_query} * part.head_dim);
+  const auto own = static_cast<ptrdiff_t>(size_t{part.query_count} * part.head_dim);
+  const auto& queries = hints.queries;
+  for (auto at = queries.begin(); queries.end() - at >= row && row > 0; at += row) {
+    out.queries.insert(out.queries.end(), at + from, at + from + own);
+  }
   return out;
 }
 

@@ -52,12 +52,19 @@ struct HintBounds {
 // Returns INVALID_ARGUMENT, which names the field ("hints.entries[3].units") and the remedy.
 absl::Status CheckHints(const SelectionHints& hints, const HintBounds& bounds);
 
-// The KV heads of a divided model that a rank has. 0 heads: ranks divide no heads.
+// The heads of a divided model that a rank has. 0 KV heads: ranks divide no heads.
 struct HintPart {
-  uint32_t first = 0, count = 0;
+  uint32_t first = 0, count = 0;  // KV heads
+  // Query heads, of the model's `query_heads` with `head_dim` numbers each.
+  uint32_t first_query = 0, query_count = 0;
+  uint32_t query_heads = 0, head_dim = 0;
+
+  // Returns how many numbers the model's queries have, where a rank's have `own`.
+  int64_t QueriesOfAll(int64_t own) const {
+    return count == 0 ? own : own / query_count * query_heads;
+  }
 };
-// Returns what hints of the whole model say of a rank's heads, by the rank's numbers. Queries are
-// left out: no policy that takes them runs on ranks.
+// Returns what hints of the whole model say of a rank's heads, by the rank's numbers.
 SelectionHints HintsOf(const SelectionHints& hints, const HintPart& part);
 
 // Lists the units, of `unit_tokens` tokens each, that the hints name for a layer and KV head: the

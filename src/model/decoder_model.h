@@ -18,6 +18,7 @@ class DecoderModel : public Model {
  public:
   const ModelConfig& config() const override { return config_; }
   const ModelConfig& whole_config() const override { return whole_; }
+  Shard shard() const override { return shard_; }
   const std::string& fingerprint() const override { return fingerprint_; }
   const CacheLayout& cache_layout() const override { return layout_; }
   int max_context() const override { return max_context_; }

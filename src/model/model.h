@@ -12,6 +12,7 @@
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
 #include "src/model/model_config.h"
+#include "src/model/shard.h"
 
 namespace sluice {
 
@@ -115,6 +116,8 @@ class Model {
   virtual const ModelConfig& config() const = 0;
   // Returns the whole model's config, as its directory has it.
   virtual const ModelConfig& whole_config() const { return config(); }
+  // Returns the part of the whole model's heads that this rank has.
+  virtual Shard shard() const { return {}; }
   virtual const std::string& fingerprint() const = 0;
   virtual const CacheLayout& cache_layout() const = 0;
   virtual int max_context() const = 0;

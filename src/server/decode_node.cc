@@ -159,8 +159,8 @@ absl::Status DecodeNode::MakeTransfers() {
   table.last_rows = [policy = policy_.get()](int64_t total) {
     return policy->last_rows_wanted(total);
   };
-  table.hint_tokens = policy_->hint_tokens();
-  table.hint_queries = policy_->hint_queries();
+  table.hint_tokens = ServedPolicy().hint_tokens();
+  table.hint_queries = ServedPolicy().hint_queries();
   if (ranks_.arenas != nullptr) {
     SLUICE_ASSIGN_OR_RETURN(table.places, HeadPlacesOf(model_->whole_config(), dram_->layout(),
                                                        *ranks_.arenas, RanksOf(config_)));
@@ -172,7 +172,7 @@ absl::Status DecodeNode::MakeTransfers() {
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
   if (events_ != nullptr) events_->Follow(transfers_->prefixes(), model_->fingerprint());
   channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls),
-                                         PeerMessageBytes(config_.max_chunk_bytes(), *policy_));
+                                         PeerMessageBytes(config_.max_chunk_bytes(), ServedPolicy()));
   absl::StatusOr<AddressList> sources = AddressList::Parse(config_.pull_from());
   if (!sources.ok()) return WithMessagePrefix(sources.status(), "pull_from");
   Puller::Options pull;
@@ -341,7 +341,7 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
 }
 
 uint64_t DecodeNode::MaxMessageBytes() const {
-  return std::max(PeerMessageBytes(config_.max_chunk_bytes(), *policy_),
+  return std::max(PeerMessageBytes(config_.max_chunk_bytes(), ServedPolicy()),
                   MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())));
 }
 

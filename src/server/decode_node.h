@@ -59,6 +59,10 @@ class DecodeNode : public Node {
   absl::Status ChooseSizes();
   // Waits until the other ranks have loaded, and makes leader_.
   absl::Status MakeLeader();
+  // Returns the policy that the engine runs, for all ranks where there are several.
+  const AttentionPolicy& ServedPolicy() const {
+    return leader_ != nullptr ? *leader_ : *policy_;
+  }
   // Makes transfers_, channels_ and puller_.
   absl::Status MakeTransfers();
   absl::Status StartEngine();

@@ -166,8 +166,9 @@ absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_r
 }
 
 absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint,
-                                              const CacheLayout& layout) {
+                                              const CacheLayout& layout, const Model* model) {
   PolicyOptions o;
+  if (model != nullptr) DescribeModel(*model, &o);
   o.name = config.policy();
   o.rows_per_sequence = 1 + DraftTokensOf(config);
   o.budget_tokens = static_cast<int>(config.budget_tokens());
@@ -224,10 +225,10 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
 absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device,
                                          const SharedArenas* arenas) {
   NodeMemory memory;
-  SLUICE_ASSIGN_OR_RETURN(PolicyOptions policy,
-                          PolicyOptionsOf(config, model.fingerprint(), model.cache_layout()));
+  SLUICE_ASSIGN_OR_RETURN(
+      PolicyOptions policy,
+      PolicyOptionsOf(config, model.fingerprint(), model.cache_layout(), &model));
   UseOwnProfile(config, model.fingerprint(), model.cache_layout(), &policy);
-  DescribeModel(model, &policy);
   policy.slots = static_cast<int>(config.max_sequences());
   policy.hbm_bytes = static_cast<int64_t>(config.hbm_bytes());
   policy.dram_bytes = static_cast<int64_t>(config.dram_bytes());

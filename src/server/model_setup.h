@@ -40,11 +40,12 @@ absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows
 absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
                                                  Device* device, RankGroup* ranks = nullptr);
 
-// Returns what `config` says about the policy, including its profile. The caller fills in device,
-// pools and shapes. The profile must be of the model with that fingerprint; an empty one accepts
+// Returns what `config` says about the policy, including its profile, and what `model` tells of
+// itself, unless it is null. The caller fills in device, pools and shapes. The profile must be of the model with that fingerprint; an empty one accepts
 // any model. The errors are those of ReadPolicyProfile and ApplyPolicyProfile.
 absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint,
-                                              const CacheLayout& layout);
+                                              const CacheLayout& layout,
+                                              const Model* model = nullptr);
 
 // The KV pools of a decode node and the policy that uses them.
 struct NodeMemory {

@@ -172,8 +172,7 @@ absl::Status AddBatch(const Model& model, PlanningDevice* device, PlanInput* in)
 absl::StatusOr<PolicyOptions> OptionsOf(const Config& config, const Model& model,
                                         const PlanInput& in) {
   SLUICE_ASSIGN_OR_RETURN(PolicyOptions options,
-                          PolicyOptionsOf(config, /*fingerprint=*/"", in.layout));
-  DescribeModel(model, &options);
+                          PolicyOptionsOf(config, /*fingerprint=*/"", in.layout, &model));
   options.slots = static_cast<int>(in.max_sequences);
   options.hbm_bytes = in.hbm_bytes;
   options.dram_bytes = in.dram_bytes;

@@ -29,6 +29,9 @@ namespace {
 // Ranks wait this long for one another: to start, and to load their weights.
 constexpr absl::Duration kStartTime = absl::Minutes(2);
 constexpr absl::Duration kLoadTime = absl::Minutes(30);
+// A rank on a GPU that keeps the others waiting for so long hangs. All have recorded their steps
+// before they serve, so that no step is the first to load or to compile something.
+constexpr absl::Duration kGpuDeadline = absl::Seconds(4);
 // This is the port in the leader's name where LeaderWorkerSet gives only its host.
 constexpr char kWorkerSetPort[] = ":7900";
 
@@ -103,7 +106,7 @@ absl::Status CheckRanks(Config* config) {
   const std::string& policy = config->policy();
   using Names = std::vector<std::string>;
   const Names served =
-      DividesExperts(*config) ? Names{"full", "ess"} : Names{"full", "scout", "recall", "hgca"};
+      DividesExperts(*config) ? Names{"full", "ess"} : Names{"full", "scout", "recall", "hgca", "clo", "fluxion"};
   if (std::find(served.begin(), served.end(), policy) == served.end()) {
     return Refused(*config, absl::StrCat("run the policies ", absl::StrJoin(served, ", "),
                                          ", and policy is ", policy));
@@ -209,6 +212,7 @@ absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device) {
   group.rank = channel.rank;
   group.size = channel.size;
   group.join_timeout = kStartTime;
+  if (device->name() == "cuda") group.deadline = kGpuDeadline;
   SLUICE_ASSIGN_OR_RETURN(ranks.group, device->JoinRanks(group));
   ranks.channel->EndWith(ranks.group.get());
   if (DividesExperts(*config)) {

@@ -14,6 +14,7 @@ constexpr char kHelp[] = R"(sluice-bench measures Sluice on this machine.
   sluice-bench serve       puts load on a running decode node: throughput, latencies, refusals
   sluice-bench kernels     checks and times the CPU kernels, beside the speed of the machine's memory
   sluice-bench step        times decode steps and a prefill of a whole model, without gRPC
+  sluice-bench ranks       times decode steps of a model that several processes divide, without gRPC
   sluice-bench ingest      times KV caches on their way into a node, beside raw gRPC, and what that
                            costs the sequences that decode
   sluice-bench policies    compares attention policies: speed, bytes moved, distance from policy full
@@ -31,10 +32,10 @@ struct Subcommand {
   const char* name;
   int (*run)(const Invocation&);
 };
-constexpr Subcommand kSubcommands[] = {{"serve", RunServeBench},       {"kernels", RunKernelBench},
-                                       {"step", RunStepBench},         {"ingest", RunIngestBench},
-                                       {"policies", RunPoliciesBench}, {"simulate", RunSimulate},
-                                       {"--compare", RunCompare}};
+constexpr Subcommand kSubcommands[] = {{"serve", RunServeBench},   {"kernels", RunKernelBench},
+                                       {"step", RunStepBench},     {"ranks", RunRanksBench},
+                                       {"ingest", RunIngestBench}, {"policies", RunPoliciesBench},
+                                       {"simulate", RunSimulate},  {"--compare", RunCompare}};
 
 int BenchMain(int argc, char** argv) {
   Invocation invocation;

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/e2e"))
+# Packages that a staged folder (tools/gpu-stage) carries come behind the machine's own.
+if os.environ.get("SLUICE_TEST_SITE"):
+    sys.path.append(os.environ["SLUICE_TEST_SITE"])
 
 from support.nodes import BIN, ENVIRONMENT, SMOLLM2, Node  # noqa: E402
 

@@ -1,17 +1,22 @@
-// Times the operations of a group of ranks, each rank a process, beside the floor of their bytes:
+// Times the operations of a group of ranks, each rank a process:
 //
-//   sluice-ranks-bench [ranks] [device] [rounds]     (2, cpu, 200)
+//   sluice-ranks-bench [ranks] [device] [rounds] [json]     (2, cpu, 200)
 //
-// With device cuda the ranks share one GPU, or have the one that CUDA_VISIBLE_DEVICES shows each.
+// With device cuda rank r has GPU r, or of fewer, r modulo their number. Each operation is timed as
+// it goes by NCCL and by the ranks' memory (RankGroupOptions::peer_bytes), by the GPU's clock, both
+// enqueued one by one and recorded, 32 in a row. With `json` every line is an object.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "src/base/dtype.h"
 #include "src/base/status_macros.h"
 #include "src/device/device.h"
@@ -22,101 +27,223 @@
 namespace sluice {
 namespace {
 
-// These are sums of 1 and 14 rows of 2048 float32 elements, and of 1 MiB.
-constexpr size_t kSizes[] = {size_t{8} << 10, size_t{112} << 10, size_t{1} << 20};
-
+// These are sums of float32 rows of 4096: 16 KiB is one row, 512 KiB are 32.
+constexpr size_t kSizes[] = {
+    size_t{8} << 10,   size_t{16} << 10,  size_t{32} << 10, size_t{64} << 10, size_t{128} << 10,
+    size_t{256} << 10, size_t{512} << 10, size_t{1} << 20,  size_t{2} << 20,  size_t{4} << 20};
+constexpr int64_t kMostBytes = int64_t{4} << 20;
 constexpr int kSamples = 25;
+constexpr int kInARow = 32;  // operations of a program
 
-class Rank {
+// The units of DeepSeek-V3.2: a row of 7168 bf16 with 8 choices, and a sum of 7168 float32.
+struct Unit {
+  const char* name;
+  int bytes;
+};
+constexpr Unit kUnits[] = {{"dispatch", 7168 * 2 + 64}, {"combine", 7168 * 4}};
+constexpr int kRows[] = {8, 32, 76};
+constexpr int64_t kLinkBytes = int64_t{256} << 20;
+
+struct Settings {
+  std::string device;
+  int rounds = 0;
+  bool json = false;
+};
+
+using Work = std::function<void(Stream&)>;
+
+class Bench {
  public:
-  Rank(Device* device, RankGroup* group, int rounds)
-      : device_(device),
-        group_(group),
-        rounds_(rounds),
+  // `way`: by which way the group's operations go.
+  Bench(const Settings& settings, const RankGroupOptions& options, Device* device,
+        std::unique_ptr<RankGroup> group, const char* way)
+      : settings_(settings),
+        options_(options),
+        device_(device),
+        way_(way),
+        group_(std::move(group)),
         stream_(device->NewStream(Device::StreamKind::kCompute)),
-        done_(device->NewEvent()) {}
+        begin_(device->NewTimedEvent()),
+        end_(device->NewTimedEvent()) {}
 
-  // Returns the microseconds of one `work`, of `rounds` that are enqueued one behind the other: the
-  // least and the median of the samples. A machine that does other work too shows in the median.
-  template <typename Work>
-  std::string Time(const Work& work) {
-    Run(work, rounds_);
-    std::vector<double> times;
-    for (int sample = 0; sample < kSamples; ++sample) {
-      times.push_back(Run(work, rounds_) / rounds_ * 1e6);
-    }
-    std::sort(times.begin(), times.end());
-    return absl::StrFormat("%.1f (%.1f)", times.front(), times[kSamples / 2]);
-  }
-  Stream& stream() { return *stream_; }
   RankGroup& group() { return *group_; }
   Device& device() { return *device_; }
 
- private:
-  template <typename Work>
-  double Run(const Work& work, int times) {
-    const absl::Time begin = absl::Now();
-    for (int i = 0; i < times; ++i) work();
-    stream_->Record(*done_);
-    done_->Wait();
-    return absl::ToDoubleSeconds(absl::Now() - begin);
+  // Returns memory that is registered with the group.
+  absl::StatusOr<uint8_t*> Memory(int64_t bytes) {
+    SLUICE_ASSIGN_OR_RETURN(
+        Buffer made, device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(bytes), "a bench"));
+    SLUICE_RETURN_IF_ERROR(group_->Register(made.data(), made.bytes()));
+    memory_.push_back(std::move(made));
+    return memory_.back().as<uint8_t>();
   }
 
+  // Times `work`, enqueued one by one and recorded. `moved`: the bytes that a rank sends.
+  absl::Status Time(const std::string& name, int64_t bytes, int64_t moved, const Work& work) {
+    SLUICE_RETURN_IF_ERROR(Sample(name, "enqueued", bytes, moved, settings_.rounds, 1, work));
+    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Program> program,
+                            device_->Record(*stream_, [&work](Stream& stream) {
+                              for (int i = 0; i < kInARow; ++i) work(stream);
+                            }));
+    return Sample(name, "recorded", bytes, moved, std::max(1, settings_.rounds / kInARow), kInARow,
+                  [&program](Stream& stream) { program->Run(stream); });
+  }
+
+  // Times `rounds` runs of `work`, which is `each` operations.
+  absl::Status Sample(const std::string& name, const char* form, int64_t bytes, int64_t moved,
+                      int rounds, int each, const Work& work) {
+    std::vector<double> times;
+    for (int sample = -2; sample < kSamples; ++sample) {
+      work(*stream_);  // the ranks meet here, out of the measured time
+      stream_->Record(*begin_);
+      for (int i = 0; i < rounds; ++i) work(*stream_);
+      stream_->Record(*end_);
+      end_->Wait();
+      SLUICE_RETURN_IF_ERROR(device_->Health());
+      const double us = absl::ToDoubleMicroseconds(end_->Since(*begin_)) / rounds / each;
+      if (sample >= 0) times.push_back(us);
+    }
+    std::sort(times.begin(), times.end());
+    if (options_.rank == 0) {
+      Print(name, form, bytes, moved, times.front(), times[kSamples / 2]);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  void Print(const std::string& name, const char* form, int64_t bytes, int64_t moved, double least,
+             double median) const {
+    const double rate = static_cast<double>(moved) / median / 1e3;
+    if (settings_.json) {
+      std::printf(
+          "{\"op\": \"%s\", \"way\": \"%s\", \"form\": \"%s\", \"ranks\": %d, \"bytes\": "
+          "%lld, \"least_us\": %.2f, \"median_us\": %.2f, \"gb_per_s\": %.1f}\n",
+          name.c_str(), way_, form, options_.size, static_cast<long long>(bytes), least, median,
+          rate);
+    } else {
+      std::printf("%-22s %-5s %-9s %9lld bytes %9.2f us (median %9.2f) %7.1f GB/s\n", name.c_str(),
+                  way_, form, static_cast<long long>(bytes), least, median, rate);
+    }
+    std::fflush(stdout);
+  }
+
+  const Settings settings_;
+  const RankGroupOptions options_;
   Device* const device_;
-  RankGroup* const group_;
-  const int rounds_;
+  const char* const way_;
+  std::vector<Buffer> memory_;  // It outlives the group, and the group the stream.
+  const std::unique_ptr<RankGroup> group_;
   const std::unique_ptr<Stream> stream_;
-  const std::unique_ptr<Event> done_;
+  const std::unique_ptr<TimedEvent> begin_, end_;
 };
 
-std::string Measure(const std::string& kernels, int rounds, const RankGroupOptions& options) {
-  auto device = testing::TestDevice(kernels);
-  if (!device.ok()) return std::string(device.status().message());
-  auto group = (*device)->JoinRanks(options);
-  if (!group.ok()) return std::string(group.status().message());
-  Rank rank(device->get(), group->get(), rounds);
-  for (const size_t bytes : kSizes) {
-    const auto in = (*device)->Allocate(MemoryKind::kDevice, bytes, "in");
-    const auto out = (*device)->Allocate(MemoryKind::kDevice, bytes * size_t(options.size), "out");
-    const auto count = static_cast<int64_t>(bytes / 4);
-    const std::string sum = rank.Time([&] {
-      rank.group().AllReduce(rank.stream(), in->data(), in->data(), count, DType::kFloat32);
-    });
-    auto program = (*device)->Record(rank.stream(), [&](Stream& s) {
-      rank.group().AllReduce(s, in->data(), in->data(), count, DType::kFloat32);
-    });
-    const std::string recorded = rank.Time([&] { (*program)->Run(rank.stream()); });
-    const std::string gather =
-        rank.Time([&] { rank.group().AllGather(rank.stream(), in->data(), out->data(), bytes); });
-    // A rank copies at least this: its own part out, and each other rank's in.
-    const std::string floor = rank.Time([&] {
-      for (int i = 0; i < options.size; ++i) {
-        rank.stream().Copy(out->as<uint8_t>() + static_cast<size_t>(i) * bytes, in->data(), bytes);
-      }
-    });
-    if (!(*device)->Health().ok()) return std::string((*device)->Health().message());
-    if (options.rank == 0) {
-      std::printf("%5zu KiB  all-reduce %s  recorded %s  all-gather %s  %d copies %s\n",
-                  bytes >> 10, sum.c_str(), recorded.c_str(), gather.c_str(), options.size,
-                  floor.c_str());
-      std::fflush(stdout);
-    }
+absl::Status SumsAndGathers(Bench& bench, const RankGroupOptions& options) {
+  const int64_t others = options.size - 1;
+  SLUICE_ASSIGN_OR_RETURN(uint8_t* const data, bench.Memory(kMostBytes));
+  SLUICE_ASSIGN_OR_RETURN(uint8_t* const all, bench.Memory(kMostBytes * options.size));
+  for (const size_t size : kSizes) {
+    const auto bytes = static_cast<int64_t>(size);
+    SLUICE_RETURN_IF_ERROR(bench.Time("all-reduce", bytes, bytes * others, [&](Stream& stream) {
+      bench.group().AllReduce(stream, data, data, bytes / 4, DType::kFloat32);
+    }));
+    SLUICE_RETURN_IF_ERROR(bench.Time("all-gather", bytes, bytes * others, [&](Stream& stream) {
+      bench.group().AllGather(stream, data, all, size);
+    }));
   }
-  return "";
+  return absl::OkStatus();
+}
+
+// Times exchanges of `rows` units to every rank, of blocks that have room for just so many.
+absl::Status Exchanges(Bench& bench, const RankGroupOptions& options, const std::string& name,
+                       int rows, int unit) {
+  Device& device = bench.device();
+  const int64_t block = int64_t{rows} * unit;
+  SLUICE_ASSIGN_OR_RETURN(uint8_t* const send, bench.Memory(block * options.size));
+  SLUICE_ASSIGN_OR_RETURN(uint8_t* const receive, bench.Memory(block * options.size));
+  SLUICE_ASSIGN_OR_RETURN(uint8_t* const counts, bench.Memory(int64_t{options.size} * 4));
+  SLUICE_ASSIGN_OR_RETURN(uint8_t* const received, bench.Memory(int64_t{options.size} * 4));
+  SLUICE_ASSIGN_OR_RETURN(
+      const Buffer host,
+      device.Allocate(MemoryKind::kPinned, static_cast<size_t>(options.size) * 4, "a bench"));
+  std::fill_n(host.as<int32_t>(), options.size, rows);
+  const auto stream = device.NewStream(Device::StreamKind::kCopy);
+  const auto done = device.NewEvent();
+  stream->Copy(counts, host.data(), host.bytes());
+  stream->Record(*done);
+  done->Wait();
+  AllToAllParams params;
+  params.send = send;
+  params.send_counts = reinterpret_cast<const int32_t*>(counts);
+  params.receive = receive;
+  params.receive_counts = reinterpret_cast<int32_t*>(received);
+  params.capacity = rows;
+  params.unit_bytes = unit;
+  const int64_t moved = block * (options.size - 1);
+  const Work work = [&](Stream& to) { bench.group().AllToAll(to, params); };
+  if (block >= kLinkBytes) return bench.Sample(name, "enqueued", block, moved, 4, 1, work);
+  return bench.Time(absl::StrCat(name, ", ", rows, " rows"), block, moved, work);
+}
+
+// Times what the link takes one way, by NCCL.
+absl::Status Link(Bench& bench, const RankGroupOptions& options) {
+  SLUICE_ASSIGN_OR_RETURN(uint8_t* const data, bench.Memory(kLinkBytes));
+  return bench.Sample("send and receive", "enqueued", kLinkBytes, kLinkBytes, 4, 1,
+                      [&](Stream& stream) {
+                        if (options.rank == 0) {
+                          bench.group().Send(stream, data, size_t{kLinkBytes}, 1);
+                        } else if (options.rank == 1) {
+                          bench.group().Receive(stream, data, size_t{kLinkBytes}, 0);
+                        }
+                      });
+}
+
+absl::Status Measure(const Settings& settings, const RankGroupOptions& options) {
+  const bool cuda = settings.device == "cuda";
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
+                          testing::TestDevice(cuda ? "cuda" : "auto"));
+  struct Way {
+    const char* name;
+    size_t peer_bytes;
+  };
+  std::vector<Way> ways = {{"cpu", 0}};
+  if (cuda) ways = {{"nccl", 0}, {"peer", static_cast<size_t>(kMostBytes * (options.size - 1))}};
+  for (const Way& way : ways) {
+    RankGroupOptions own = options;
+    own.name = absl::StrCat(options.name, "-", way.name);
+    own.peer_bytes = way.peer_bytes;
+    SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<RankGroup> group, device->JoinRanks(own));
+    Bench bench(settings, own, device.get(), std::move(group), way.name);
+    SLUICE_RETURN_IF_ERROR(SumsAndGathers(bench, own));
+    for (const Unit& unit : kUnits) {
+      for (const int rows : kRows) {
+        SLUICE_RETURN_IF_ERROR(Exchanges(bench, own, unit.name, rows, unit.bytes));
+      }
+    }
+    if (!cuda) continue;
+    SLUICE_RETURN_IF_ERROR(Exchanges(bench, own, "all-to-all, both ways",
+                                     static_cast<int>(kLinkBytes >> 20), 1 << 20));
+    if (way.peer_bytes == 0) SLUICE_RETURN_IF_ERROR(Link(bench, own));
+  }
+  return absl::OkStatus();
 }
 
 int Main(int argc, char** argv) {
   const int size = argc > 1 ? std::atoi(argv[1]) : 2;
-  const std::string device = argc > 2 ? argv[2] : "cpu";
-  const int rounds = argc > 3 ? std::atoi(argv[3]) : 200;
-  const std::string kernels = device == "cpu" ? "auto" : device;
-  std::printf("%d ranks, %s, %d rounds; microseconds, least (median)\n", size, device.c_str(),
-              rounds);
-  std::fflush(stdout);
+  Settings settings;
+  settings.device = argc > 2 ? argv[2] : "cpu";
+  settings.rounds = argc > 3 ? std::atoi(argv[3]) : 200;
+  settings.json = argc > 4 && std::strcmp(argv[4], "json") == 0;
+  if (!settings.json) {
+    std::printf("%d ranks, %s, %d rounds; least and median of %d samples\n", size,
+                settings.device.c_str(), settings.rounds, kSamples);
+    std::fflush(stdout);
+  }
   const auto wrong = testing::RunRankProcesses(
       testing::RankOptions(size),
-      [&](const RankGroupOptions& options) { return Measure(kernels, rounds, options); },
-      /*share_gpu=*/device == "cuda");
+      [&](const RankGroupOptions& options) {
+        return std::string(Measure(settings, options).message());
+      },
+      /*on_gpus=*/settings.device == "cuda");
   const std::string said = testing::Joined(wrong);
   if (!said.empty()) std::fprintf(stderr, "%s\n", said.c_str());
   return said.empty() ? 0 : 1;

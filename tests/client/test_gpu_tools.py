@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from sluice_gpu import bench, cases, e2e, fluxion, gpu_test, latent, policies, policy_runs, stage, transport, weights
-from sluice_gpu.jobs import Job, run_jobs
+from sluice_gpu import (bench, cases, e2e, fluxion, gpu_test, latent, machine, policies, policy_runs, ranks, stage,
+                        transport, weights)
+from sluice_gpu.jobs import Job, run_command, run_jobs
 from sluice_gpu.place import Place
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,7 +257,7 @@ def test_each_part_names_a_model_and_policies_that_exist(part, tmp_path):
             flags = dict(zip(words[2::1], words[3::1]))
             assert (Path(flags["--model"]) / "config.json").is_file()
             if isinstance(run, (policies.IntervalRun, policies.HeadsRun, latent.ProfileRun,
-                                policies.SpeculationRun)):
+                                policies.SpeculationRun, policies.OwnRun)):
                 continue
             assert flags["--policies"].split(",")[0]
             assert int(flags["--max-batch"]) >= max(map(int, flags["--batches"].split(",")))
@@ -322,12 +323,55 @@ def test_speculation_runs_batches_that_fit_hbm_and_says_its_acceptance(tmp_path)
 
 def test_links_are_measured_between_two_gpus_where_there_are_two(place, tmp_path, monkeypatch):
     for gpus, device, flags in ((2, "cuda", True), (1, "cuda", False), (2, "cpu", False)):
-        monkeypatch.setattr(transport, "_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(machine, "gpus", lambda gpus=gpus: gpus)
         for run in policies.PARTS["kv-transport"]:
             words = policies.command(run, place, device, False, tmp_path, None)
             assert Path(words[0]).name == "sluice-link-bench" and of(words, "--tokens") == "32768"
             assert ("--devices" in words) == flags
             assert int(of(policies.command(run.quickly(), place, device, True, tmp_path, None), "--tokens")) < 32768
+
+
+@pytest.mark.parametrize("gpus, tensors, experts", [(0, "1,2", 16), (1, "1,2", 16), (2, "1,2", 16), (3, "1,2", 16),
+                                                    (4, "1,2,4", 32), (8, "1,2,4", 32)])
+def test_ranks_are_as_many_as_have_a_gpu_each(gpus, tensors, experts, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: gpus)
+    for run in policies.PARTS["tp"]:
+        assert of(policies.command(run, Place(ROOT), "cuda", False, tmp_path, None), "--ranks") == tensors
+    [run] = policies.PARTS["ep"]
+    words = policies.command(run, Place(ROOT), "cuda", False, tmp_path, None)
+    config = json.loads((Path(of(words, "--model")) / "config.json").read_text())
+    assert config["n_routed_experts"] == experts == 8 * int(of(words, "--ranks"))
+    assert of(words, "--divide") == "experts" and Path(of(words, "--json")).parent.is_dir()
+
+
+def test_homes_at_the_papers_proportion_fit_a_host_of_256_gib():
+    run = ranks.PROPORTION
+    tokens = run.context + (policy_runs.WINDOWS + 1) * run.steps + policy_runs.SPARE_TOKENS
+    assert 61 * 656 * tokens * ranks.ESS_SEQUENCES < run.dram_gib * policy_runs.GIB < 230 * policy_runs.GIB
+    assert ranks.FULL_SEQUENCES <= run.hbm_mib * (1 << 20) / (61 * 788 * tokens) < ranks.FULL_SEQUENCES + 3
+
+
+def test_a_forecast_stands_beside_the_gain_that_was_measured():
+    def report(**rates):
+        return {"details": {"runs": [{"policy": policy, "batch": batch, "tokens_per_second": rate}
+                                     for policy, by_batch in rates.items() for batch, rate in by_batch.items()]}}
+
+    measured = report(full={1: 60.0, 52: 1000.0}) | {}
+    measured["details"]["runs"] += [{"policy": "ess:ratio=0.19", "batch": 160, "tokens_per_second": 1200.0}]
+    said = ranks.gains(measured, report(full={52: 2000.0, 160: 2500.0}, ess={52: 1900.0, 160: 3000.0}))
+    assert "measured: full, 52 sequences, 1000 tokens/s; ess, 160 sequences, 1200 tokens/s: +20.0 % over full" in said
+    assert "forecast: full, 52 sequences, 2000 tokens/s; ess, 160 sequences, 3000 tokens/s: +50.0 % over full" in said
+    assert "-20.0 % off" in said
+
+
+def test_a_bench_shows_its_lines_as_they_come_and_ends_in_time(tmp_path):
+    came = []
+    begin = time.monotonic()
+    status, said = run_command(("/bin/sh", "-c", "echo one; echo two; exec sleep 60"), dict(os.environ), 1,
+                               on_line=lambda line: came.append((line, time.monotonic() - begin)))
+    assert status is None and said == "one\ntwo\n" and [line for line, _ in came] == ["one\n", "two\n"]
+    assert came[-1][1] < 1 < time.monotonic() - begin < 30
+    assert run_command(("/bin/sh", "-c", "echo end; exit 3"), dict(os.environ), 30, on_line=print) == (3, "end\n")
 
 
 def test_drawn_lengths_are_those_of_their_seed():

@@ -26,7 +26,8 @@ def report_of(*args, status: int = 0, **kwargs) -> dict:
     return report
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["kernels"], ["step"], ["policies"], ["simulate"], ["--compare"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["kernels"], ["step"], ["ranks"], ["policies"], ["simulate"],
+                                     ["--compare"]])
 def test_help_teaches(command):
     done = run(BENCH, *command, "--help")
     assert done.returncode == 0
@@ -47,6 +48,19 @@ def test_help_teaches(command):
     (["step"], "--model"), (["step", "--model", "x", "--batches", "0"], "--batches"),
     (["step", "--model", "x", "--speculation-tokens", "9999"], "--speculation-tokens"),
     (["step", "--model", "x", "--speculation-tokens", "3", "--acceptance", "1.5"], "--acceptance"),
+    (["ranks"], "--model"), (["ranks", "--model", "x", "--ranks", "0"], "--ranks"),
+    (["ranks", "--model", "x", "--divide", "layers"], "--divide"),
+    (["ranks", "--model", "x", "--batches", "9999"], "--batches"),
+    (["ranks", "--model", "x", "--context", "1"], "--context"),
+    (["ranks", "--model", "x", "--policies", "full,scot"], "scout"),
+    (["ranks", "--model", "x", "--policies", "scout"], "full and ess"),
+    (["ranks", "--model", "x", "--policies", "ess"], "--divide experts"),
+    (["ranks", "--model", "x", "--misses", "-1"], "--misses"),
+    (["ranks", "--model", "x", "--expert-overlap", "2"], "--expert-overlap"),
+    (["ranks", "--model", "x", "--expert-dispatch", "fp4"], "--expert-dispatch"),
+    (["ranks", "--model", "x", "--expert-dispatch", "fp8"], "--expert-dispatch"),
+    (["ranks", "--model", "x", "--steps", "1"], "--steps"),
+    (["ranks", "--model", "x", "--trace-steps", "-1"], "--trace-steps"),
     (["simulate"], "--operators"), (["simulate", "--operators", "x"], "--model"),
     (["simulate", "--operators", "x", "--model", "y"], "--batches"),
     (["simulate", "--operators", "x", "--model", "y", "--hbm-bytes", "1GiB"], "--dram-bytes"),
@@ -73,6 +87,7 @@ def test_a_bad_command_line_is_refused_by_name(args, words):
 @pytest.mark.parametrize("args, words", [
     (["serve", "--decode", "127.0.0.1:1"], "127.0.0.1:1"),
     (["step", "--model", "/no/such/model"], "/no/such/model"),
+    (["ranks", "--model", "/no/such/model"], "/no/such/model"),
     (["--compare", "/no/such/a.json", "/no/such/b.json"], "/no/such/a.json"),
 ])
 def test_what_cannot_be_measured_is_said_in_a_sentence(args, words):
@@ -124,6 +139,42 @@ def test_speculation_is_measured_where_a_step_gives_more_tokens_than_there_are_s
                        "--speculation-tokens", "8", "--acceptance", "1")
     assert report["figures"][1]["more"]["acceptance"] == 1
     assert report["figures"][1]["more"]["tokens_per_step"] == 9
+
+
+def test_steps_of_two_ranks_are_timed_beside_those_of_one_and_without_what_they_exchange(tiny_models):
+    report = report_of("ranks", "--model", tiny_models("tiny-llama"), "--ranks", "1,2", "--batches", "1,3", "--context",
+                       "40", "--steps", "8", "--trace-steps", "2")
+    one, _, two, several = report["figures"]
+    assert one["name"] == "1 rank, policy full, 1 sequences" and several["name"] == "2 ranks, policy full, 3 sequences"
+    assert one["more"]["times_one_rank"] == 1 and "operations_share" not in one["more"]
+    for figure in (two, several):
+        more = figure["more"]
+        assert more["times_one_rank"] > 0 and more["operations_share"] < 1
+        assert more["without_operations_seconds"] > 0
+        assert 0 < more["traced_exposed_share"] <= more["traced_share"] < 1
+
+
+@pytest.mark.parametrize("dispatch", ["bf16", "fp8"])
+def test_ranks_of_experts_are_timed_under_both_policies_whole_and_in_halves(dispatch):
+    report = report_of("ranks", "--model", ROOT / "configs/models/topic-drift-indexer-small", "--dummy", "--divide",
+                       "experts", "--ranks", "2", "--batches", "2", "--context", "1024", "--steps", "4", "--trace-steps", "2",
+                       "--policies", "full,ess:least=160:ratio=0.2", "--misses", "8", "--expert-overlap", "0,1",
+                       "--expert-dispatch", dispatch, timeout=300)
+    assert [f["name"] for f in report["figures"]] == [
+        f"2 ranks, policy {policy}, 4 sequences{halves}"
+        for policy in ("full", "ess:least=160:ratio=0.2") for halves in ("", ", halves from 1")]
+    for trace in report["details"]["traces"]:
+        # Three layers with experts send 2 rows to the other rank, and get their sums back in float32.
+        row = (1024 + 4 * 8 if dispatch == "fp8" else 4 * 1024) + 2 * 8
+        assert trace["exchange_bytes"] == 3 * 2 * (row + 4 * 1024)
+        assert 0 < trace["exchange_seconds"] <= trace["collective_seconds"] < trace["step_seconds"]
+
+
+def test_ranks_that_cannot_load_their_parts_are_an_error_and_the_others_are_measured(tiny_models):
+    done = run(BENCH, "ranks", "--model", tiny_models("tiny-llama"), "--ranks", "3,1", "--batches", "1", "--context", "40",
+               "--steps", "4")
+    assert done.returncode == 1 and "KV heads" in done.stderr and done.stderr.count("\n") == 1
+    assert "\n    1 full" in done.stdout
 
 
 def test_auto_runs_beside_the_policies_that_it_chooses_from(tiny_models):

@@ -181,7 +181,7 @@ void CheckRanks(const std::string& name, int size, const Teacher::Choose& choose
                                ? DType::kFloat8E4M3
                                : teacher.device().kernels().activation_type());
       },
-      /*share_gpu=*/cuda);
+      /*on_gpus=*/cuda);
   REQUIRE(testing::Joined(wrong) == "");
   double worst = 0;
   for (int rank = 0; rank + 1 < size; ++rank) {

@@ -128,7 +128,7 @@ void CheckRanks(const std::string& name, int size, const Teacher::Choose& choose
         leave(GreedyAnswer(teacher, prompt), options.rank);
         return CountsWrong(teacher, whole, static_cast<int>(prompt.size()));
       },
-      /*share_gpu=*/cuda);
+      /*on_gpus=*/cuda);
   REQUIRE(testing::Joined(wrong) == "");
   double worst = 0;
   for (size_t i = 0; i < kTokens; ++i) {
@@ -191,6 +191,23 @@ Teacher::Choose Hgca(float beta) {
   };
 }
 
+Teacher::Choose Clo(int budget) {
+  return [budget](PolicyOptions& options) {
+    options.name = "clo";
+    options.dense_layers = 0;
+    options.budget_tokens = budget;
+  };
+}
+Teacher::Choose Fluxion(int budget) {
+  return [budget](PolicyOptions& options) {
+    options.name = "fluxion";
+    options.dense_layers = 0;
+    options.workers = 1;
+    options.worker_deadline = absl::Seconds(60);
+    options.budget_tokens = budget;
+  };
+}
+
 TEST_CASE("two and four ranks give the logits and tokens of one device", "[ranks]") {
   CheckEveryModel(nullptr);
 }
@@ -208,6 +225,16 @@ TEST_CASE("ranks of recall give the logits and tokens of one device", "[ranks]")
 TEST_CASE("ranks of hgca give the logits and tokens of one device", "[ranks]") {
   CheckDividedHeads(Hgca(1.0f));
   CheckEveryModel(Hgca(0.0f));
+}
+
+TEST_CASE("ranks of clo give the logits and tokens of one device", "[ranks]") {
+  CheckDividedHeads(Clo(96));
+  CheckEveryModel(Clo(kMostContext));
+}
+
+// Without a predictor every head reads all that is not in HBM, so its answers are exact.
+TEST_CASE("ranks of fluxion give the logits and tokens of one device", "[ranks]") {
+  CheckEveryModel(Fluxion(96));
 }
 
 TEST_CASE("a rank's step launches what a whole model's does, and its exchanges", "[ranks]") {

@@ -145,7 +145,6 @@ Node::Node(const NodeOptions& o) {
   policy_ = std::move(memory.policy);
   if (o.watch != nullptr) watch_ = o.watch(policy_.get());
   TransferTable::Options transfers;
-  transfers.hint_queries = policy_->hint_queries();
   if (o.ranks != nullptr) {
     const ModelConfig& whole = model_->whole_config();
     const HintPart part = OrFail(HintPartOf(whole, 0, o.ranks->size));
@@ -171,6 +170,7 @@ Node::Node(const NodeOptions& o) {
   transfers.max_context = static_cast<uint32_t>(model_->max_context());
   transfers.max_lease = o.max_lease;
   transfers.hint_tokens = policy_->hint_tokens();
+  transfers.hint_queries = leader_ != nullptr ? leader_->hint_queries() : policy_->hint_queries();
   transfers.prefix_cache = o.prefix_cache && !o.divide_experts;  // as CheckRanks has it
   transfers.last_rows = [this](int64_t total) { return policy_->last_rows_wanted(total); };
   transfers.footprint = [this](int64_t context, int64_t total) {

@@ -5,15 +5,21 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <exception>
 #include <thread>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "src/base/status_macros.h"
 #include "tests/support/device.h"
+#ifdef SLUICE_HAVE_CUDA
+#include "src/device/cuda/cuda_machine.h"
+#endif
 
 namespace sluice::testing {
 namespace {
@@ -35,7 +41,18 @@ std::string Guarded(const RankBody& body, const RankGroupOptions& options) {
   }
 }
 
-Process Start(const RankGroupOptions& options, const RankBody& body, bool share_gpu) {
+// Gives this process, which has not used CUDA yet, the GPU of a rank.
+void TakeGpu(const RankGroupOptions& options, const std::vector<std::string>& gpus) {
+  if (gpus.empty()) return;
+  const size_t own = static_cast<size_t>(options.rank) % gpus.size();
+  setenv("CUDA_VISIBLE_DEVICES", gpus[own].c_str(), 1);
+  if (static_cast<size_t>(options.size) <= gpus.size()) return;
+  setenv("NCCL_HOSTID", absl::StrCat("rank-", options.rank).c_str(), 1);
+  setenv("NCCL_SOCKET_IFNAME", "lo", 1);
+}
+
+Process Start(const RankGroupOptions& options, const RankBody& body,
+              const std::vector<std::string>& gpus) {
   int ends[2];
   SLUICE_CHECK(pipe(ends) == 0);
   Process process;
@@ -46,10 +63,7 @@ Process Start(const RankGroupOptions& options, const RankBody& body, bool share_
     close(ends[1]);
     return process;
   }
-  if (share_gpu) {
-    setenv("NCCL_HOSTID", absl::StrCat("rank-", options.rank).c_str(), 1);
-    setenv("NCCL_SOCKET_IFNAME", "lo", 1);
-  }
+  TakeGpu(options, gpus);
   const std::string wrong = "+" + Guarded(body, options);
   const ssize_t written = write(ends[1], wrong.data(), wrong.size());
   _exit(written == static_cast<ssize_t>(wrong.size()) ? 0 : 1);
@@ -73,6 +87,24 @@ std::string End(const Process& process, absl::Time give_up) {
   close(process.from);
   waitpid(process.pid, nullptr, 0);
   return said.empty() ? "died" : said.substr(1);
+}
+
+// Returns the names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them.
+std::vector<std::string> VisibleGpus() {
+  int count = 0;
+#ifdef SLUICE_HAVE_CUDA
+  // They are counted in a process of its own, since one that has used CUDA cannot fork.
+  const std::string counted = RunRankProcesses(RankOptions(1), [](const RankGroupOptions&) {
+    return absl::StrCat(ProbeCudaMachine().gpus);
+  })[0];
+  if (!absl::SimpleAtoi(counted, &count)) return {};
+#endif
+  const char* const listed = std::getenv("CUDA_VISIBLE_DEVICES");
+  std::vector<std::string> gpus;
+  if (listed != nullptr) gpus = absl::StrSplit(listed, ',');
+  for (int gpu = 0; listed == nullptr && gpu < count; ++gpu) gpus.push_back(absl::StrCat(gpu));
+  gpus.resize(std::min(gpus.size(), static_cast<size_t>(count)));
+  return gpus;
 }
 
 }  // namespace
@@ -101,12 +133,13 @@ std::vector<std::string> RunRankThreads(const RankGroupOptions& options, const R
 }
 
 std::vector<std::string> RunRankProcesses(const RankGroupOptions& options, const RankBody& body,
-                                          bool share_gpu) {
+                                          bool on_gpus) {
+  const std::vector<std::string> gpus = on_gpus ? VisibleGpus() : std::vector<std::string>();
   std::vector<Process> processes;
   for (int rank = 0; rank < options.size; ++rank) {
     RankGroupOptions own = options;
     own.rank = rank;
-    processes.push_back(Start(own, body, share_gpu));
+    processes.push_back(Start(own, body, gpus));
   }
   std::vector<std::string> wrong;
   const absl::Time give_up = absl::Now() + kMostTime;

@@ -21,11 +21,12 @@ using RankBody = std::function<std::string(RankGroupOptions options)>;
 std::vector<std::string> RunRankThreads(const RankGroupOptions& options, const RankBody& body);
 
 // Runs every rank in a process of its own, and kills those that are still there after 100 seconds.
-// Returns what was wrong with each: "died" if it ended otherwise than by returning. With
-// `share_gpu`, each takes part in NCCL as if it had a host of its own, so that all may have one
-// GPU. REQUIRES: this process has no other thread.
+// Returns what was wrong with each: "died" if it ended otherwise than by returning. With `on_gpus`,
+// rank r sees GPU r of those that this process sees, or of fewer, r modulo their number. Then each
+// takes part in NCCL as if it had a host of its own, so that several may have one GPU. REQUIRES:
+// this process has no other thread.
 std::vector<std::string> RunRankProcesses(const RankGroupOptions& options, const RankBody& body,
-                                          bool share_gpu = false);
+                                          bool on_gpus = false);
 
 // Returns why ranks cannot share a GPU here; empty if they can. The device is tried in a process of
 // its own, since a process that has used CUDA cannot fork.

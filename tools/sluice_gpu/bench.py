@@ -25,6 +25,7 @@ class Bench:
     command: list[str]
     seconds: float  # time limit
     json_file: Path | None = None  # report that it writes
+    env: dict[str, str] | None = None  # None: that of Sluice's programs
 
 
 @dataclass
@@ -67,10 +68,12 @@ def benches(place: Place, gpu: dict[str, str], results: Path) -> list[Bench]:
     return found
 
 
-def run_bench(place: Place, bench: Bench) -> Outcome:
+def run_bench(place: Place, bench: Bench, show: bool = False) -> Outcome:
+    """Runs a bench; with `show` its output is printed as it comes."""
     begin = time.monotonic()
     try:
-        status, said = run_command(bench.command, place.program_environment(), bench.seconds)
+        status, said = run_command(bench.command, bench.env or place.program_environment(), bench.seconds,
+                                   on_line=(lambda line: print(line, end="", flush=True)) if show else None)
     except OSError as error:
         status, said = 1, str(error)
     outcome = Outcome(bench.name, " ".join(bench.command).replace(f"{place.root}/", ""), status,

@@ -16,7 +16,8 @@ FILES = ("test_batch.py", "test_ingest.py", "test_ingest_faults.py", "test_laten
 _NEEDS = ("pytest", "grpc", "google.protobuf", "numpy")
 
 
-def _environment(place: Place, device: str) -> dict[str, str]:
+def environment(place: Place, device: str) -> dict[str, str]:
+    """Returns the environment of Python programs that start nodes with tests/e2e/support."""
     env = place.test_environment() | {"SLUICE_TEST_DEVICE": device, "SLUICE_BIN_DIR": str(place.bin)}
     paths = [place.root / "tools", place.root / ".venv/sluice_stubs"]
     # The machine's own packages go before the carried ones.
@@ -45,7 +46,7 @@ def read_results(junit: Path, group: str) -> list[Result]:
 def run_e2e(place: Place, device: str, only: str | None, seconds: float,
             files: Sequence[str] = FILES) -> list[Result]:
     """Runs `files`. Where the machine cannot run them at all, the result is one skipped test."""
-    env = _environment(place, device)
+    env = environment(place, device)
     status, said = run_command([sys.executable, "-c", f"import {', '.join(_NEEDS)}"], env, 60)
     if status != 0:
         reason = f"Python lacks something: {said.strip().splitlines()[-1]}"

@@ -71,4 +71,10 @@ FLUXION_PARTS = {
         _shape("llama-24x32k-capped", 32768, 24, ("full", BASELINE, f"{PAPER}:device-share=0", f"{PAPER}:pull=1"),
                full_sequences=2, batches=(2, 24)),
         _shape("llama-24x32k-equal", 32768, 24, ("full", f"{DIGESTS}:pull=1", f"{HOT}:pull=1"))],
+    # The same on a host with 256 GiB and its DRAM's speed, and twice as many sequences.
+    "fluxion-256gib": [
+        _shape("llama-24x32k-capped", 32768, 24, ("full", f"{PAPER}:pull=1"), full_sequences=2, batches=(2, 24),
+               dram_gib=120),
+        _shape("llama-48x32k", 32768, 48, ("full", f"{DIGESTS}:pull=1", f"{HOT}:pull=1"), batches=(24, 48),
+               dram_gib=230)],
 }

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,11 +72,38 @@ def end_with_signals() -> None:
     signal.signal(signal.SIGINT, end)
 
 
-def run_command(command: Sequence[str], env: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    """Returns a command's exit status and output. The status is None if its time was over and it was killed."""
+def _follow(process: subprocess.Popen, seconds: float, on_line: Callable[[str], None]) -> tuple[int | None, str]:
+    """Reads a process's lines until it ends, or kills it when its time is over."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        _kill(process.pid)
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    said = []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            on_line(line)
+        process.wait()
+    finally:
+        timer.cancel()
+    return None if late.is_set() else process.returncode, "".join(said)
+
+
+def run_command(command: Sequence[str], env: dict[str, str], seconds: float,
+                on_line: Callable[[str], None] | None = None) -> tuple[int | None, str]:
+    """Returns a command's exit status and output. The status is None if its time was over and it was killed.
+
+    `on_line` gets every line as it comes.
+    """
     with subprocess.Popen(list(command), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, errors="replace",
                           start_new_session=True) as process:
+        if on_line is not None:
+            return _follow(process, seconds, on_line)
         try:
             said, _ = process.communicate(timeout=seconds)
             return process.returncode, said

@@ -24,6 +24,18 @@ def gpu() -> dict[str, str]:
     return dict(zip(_QUERY, values, strict=True)) if len(values) == len(_QUERY) else {}
 
 
+def gpus() -> int:
+    """Returns the number of GPUs that nvidia-smi lists."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def _dram_gib() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+
+
 def _processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -43,6 +55,8 @@ def revision(place: Place) -> str:
 
 def describe(place: Place) -> dict[str, str]:
     return gpu() | {
+        "gpus": str(gpus()),
+        "dram_gib": str(_dram_gib()),
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),

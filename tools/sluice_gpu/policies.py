@@ -1,8 +1,8 @@
 """tools/gpu-test --bench --part NAME: measures attention policies side by side, in parts of some minutes.
 
 A part is a few runs of `sluice-bench policies`, and of `sluice-profile` where they need a profile; part `speculation`
-is one of `sluice-bench step`, and `kv-transport` has runs of `sluice-link-bench`. Reports and traces go to folders of
-their own, the output to policies-NAME.md and .json.
+is one of `sluice-bench step`, and the parts of ranks.py and transport.py run what they name. Reports and traces go to
+folders of their own, the output to policies-NAME.md and .json.
 With --quick a part runs a small model with short contexts: it rehearses the same rows, and its figures mean nothing.
 """
 
@@ -11,12 +11,13 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from sluice_gpu import machine
+from sluice_gpu import e2e, machine
 from sluice_gpu.bench import Bench, Outcome, markdown, run_bench
 from sluice_gpu.fluxion import FLUXION_PARTS
 from sluice_gpu.latent import LATENT_PARTS, LatentRun, ProfileRun
 from sluice_gpu.place import Place
 from sluice_gpu.policy_runs import LLAMA, QWEN8, QWEN25, TURNING, TURNING_DRIFT, HeadsRun, IntervalRun, Run
+from sluice_gpu.ranks import RANK_PARTS, ForecastRun, KilledRun, OperatorsRun, RanksRun
 from sluice_gpu.speculation import SPECULATION_PARTS, SpeculationRun
 from sluice_gpu.transport import TRANSPORT_PARTS, TransportRun
 
@@ -62,7 +63,9 @@ def _auto(name: str, contexts: tuple[int, ...], most: int = 16, **more) -> Run:
                trace=False, steps=12, distinct=1, **{"layers": 8, "dram_gib": 40, **more})
 
 
-AnyRun = Run | IntervalRun | HeadsRun | LatentRun | ProfileRun | SpeculationRun | TransportRun
+# Runs that make their whole command by themselves.
+OwnRun = RanksRun | KilledRun | OperatorsRun | ForecastRun | TransportRun
+AnyRun = Run | IntervalRun | HeadsRun | LatentRun | ProfileRun | SpeculationRun | OwnRun
 PARTS: dict[str, list[AnyRun]] = {
     # Every policy at its largest batch and at the largest batch of full.
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
@@ -138,23 +141,30 @@ PARTS: dict[str, list[AnyRun]] = {
                      given_batches=True, full_sequences=1.5, steps=16)],
     "clo-figure10": [*_figure10("llama-8k", 8192, (4, 64), LLAMA), *_figure10("llama-32k", 32768, (1,), LLAMA),
                      *_figure10("qwen-8k", 8192, (32,), QWEN25)],
+    # HBM for twice as many sequences as clo32k, on a host with 256 GiB: with 110 GiB DRAM bounds clo at 25 sequences.
+    "clo-256gib": [HeadsRun("heads", 32768),
+                   _clo("32k-256gib", ("full", "lru", "clo:persistent=0.2", "clo:persistent=0.3", "clo:persistent=0.35"),
+                        32768, batches=(12,), most=48, full_sequences=12.6, steps=16, dram_gib=230)],
     "clo-qwen128k": _figure10("qwen-128k", 129024, (1,), QWEN25),
     **FLUXION_PARTS,
     **LATENT_PARTS,
     **SPECULATION_PARTS,
+    **RANK_PARTS,
     **TRANSPORT_PARTS,
 }
 
 
 def report_of(run: AnyRun, folder: Path) -> Path:
-    """Returns the file of a run's report, in a folder of its own."""
+    """Returns the file of a run's report."""
+    if isinstance(run, OwnRun):
+        return run.report(folder)
     return folder / run.name / ("step.json" if isinstance(run, SpeculationRun) else "policies.json")
 
 
 def command(run: AnyRun, place: Place, device: str, quick: bool, folder: Path,
             texts: Path | None) -> list[str]:
-    if isinstance(run, TransportRun):
-        return run.command(place, device)
+    if isinstance(run, OwnRun):
+        return run.command(place, device, quick, folder)
     if isinstance(run, (IntervalRun, HeadsRun, ProfileRun)):
         begin, out = [str(place.bin / "sluice-profile")], folder / f"{run.name}.json"
     elif isinstance(run, SpeculationRun):
@@ -183,10 +193,14 @@ def run_part(place: Place, results: Path, part: str, device: str, quick: bool,
             continue
         print(f"== {part}: {run.name}", flush=True)
         bench = Bench(run.name, command(run, place, device, quick, folder, texts),
-                      max(give_up - time.monotonic(), 1), report_of(run, folder))
-        outcome = run_bench(place, bench)
+                      max(give_up - time.monotonic(), 1), report_of(run, folder),
+                      e2e.environment(place, device) if isinstance(run, KilledRun) else None)
+        outcome = run_bench(place, bench, show=True)
         outcomes.append(outcome)
-        print(outcome.said.strip(), flush=True)
+        if isinstance(run, ForecastRun) and outcome.status == 0:
+            concluded = run.conclude(folder)
+            print(concluded, flush=True)
+            outcome.said += concluded + "\n"
         if outcome.status != 0:
             ended = "ran out of time" if outcome.status is None else f"ended with {outcome.status}"
             print(f"FAILED  {run.name}: {ended} after {outcome.seconds} s", flush=True)

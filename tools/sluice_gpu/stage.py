@@ -33,7 +33,7 @@ SYSTEM_LIBRARIES = re.compile(r"^(ld-linux.*|libc|libm|libdl|librt|libpthread|li
 CUPTI = "libcupti.so.13"
 SOURCES = ("tools/sluice_client", "tests/fixtures", "tests/e2e", "configs/models",
            ".venv/sluice_stubs")
-FILES = ("tests/conftest.py", "tests/pytest.ini")
+FILES = ("tests/conftest.py", "tests/pytest.ini", "tests/bench/loaded_node.py", "tests/bench/ranks_killed.py")
 # Python packages that make the weights and that the end-to-end tests import. A machine that has its own uses those.
 PACKAGES = ("gguf", "tqdm", "yaml", "google_crc32c", "google/rpc", "safetensors", "ml_dtypes")
 # Packages that are of no use without their compiled part. ml_dtypes needs the same minor version of Python there.

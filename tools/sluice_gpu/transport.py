@@ -1,17 +1,10 @@
 """Calls of `sluice-link-bench`: caches over a link between two GPUs, and pulls over it, beside NCCL's own and gRPC."""
 
-import shutil
-import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from sluice_gpu import machine
 from sluice_gpu.place import Place
-
-
-def _gpus() -> int:
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
-    return done.stdout.count("GPU ")
 
 
 @dataclass(frozen=True)
@@ -29,8 +22,12 @@ class TransportRun:
         """Returns a run that takes seconds on any device."""
         return replace(self, tokens=1024, rounds=1)
 
-    def command(self, place: Place, device: str) -> list[str]:
-        gpus = ["--devices", "0,1"] if device == "cuda" and _gpus() > 1 else []
+    def report(self, folder: Path) -> Path:
+        """Returns a file that is not written: the bench prints its figures."""
+        return folder / self.name / "link.json"
+
+    def command(self, place: Place, device: str, quick: bool, folder: Path) -> list[str]:
+        gpus = ["--devices", "0,1"] if device == "cuda" and machine.gpus() > 1 else []
         return [str(place.bin / "sluice-link-bench"), "--device", device, "--tokens", str(self.tokens),
                 "--message-mib", str(self.message_mib), "--rounds", str(self.rounds), "--part", self.part, *gpus]
 

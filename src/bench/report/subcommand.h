@@ -21,6 +21,7 @@ struct Invocation {
 // result is wrong, 2 for a bad command line.
 int RunKernelBench(const Invocation& invocation);
 int RunStepBench(const Invocation& invocation);
+int RunRanksBench(const Invocation& invocation);
 int RunServeBench(const Invocation& invocation);
 int RunIngestBench(const Invocation& invocation);
 int RunPoliciesBench(const Invocation& invocation);

@@ -1,6 +1,8 @@
 #include "src/device/cuda/nccl_rank_group.h"
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -9,9 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "kernels/cuda/ranks/peers.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/device/cuda/cuda_memory.h"
 #include "src/device/cuda/cuda_stream.h"
 #include "src/device/cuda/nccl.h"
+#include "src/device/cuda/peer_memory.h"
 #include "src/device/host_ranks.h"
 
 namespace sluice {
@@ -24,12 +30,19 @@ constexpr absl::Duration kLook = absl::Milliseconds(20);
 constexpr absl::Duration kEnding = absl::Seconds(2);
 // A rank that leaves waits this long for the others, whose last operations may still use it.
 constexpr absl::Duration kLeave = absl::Seconds(2);
+// A call of NCCL's may take so long until it has connected the ranks, which it does at the first
+// operation of a kind.
+constexpr absl::Duration kConnect = absl::Seconds(30);
+// At the start NCCL moves this many times what peer memory takes, and once: it may choose another
+// way for each.
+constexpr size_t kAhead = 16;
 
 // The ranks share this beside HostRanks' own.
 struct Shared {
   RankWord id_there;
   ncclUniqueId id;
   RankWord left[kMaxRanks];  // whether the rank needs nobody any more
+  PeerMemory::Meeting peers;
 };
 
 ncclDataType_t TypeOf(DType type) { return type == DType::kFloat32 ? ncclFloat32 : ncclBfloat16; }
@@ -45,6 +58,10 @@ class NcclRankGroup : public RankGroup {
         health_(health) {}
 
   ~NcclRankGroup() override {
+    if (peers_ != nullptr) {
+      if (health_->failed()) peers_->Stop();
+      peers_->Unmap();  // before the others free it
+    }
     if (watch_.joinable()) {
       HostRanks::Post(shared().left[rank()], 1);
       for (int other = 0; other < size() && !health_->failed(); ++other) {
@@ -66,8 +83,61 @@ class NcclRankGroup : public RankGroup {
     nccl_.abort(comm_);
   }
 
-  // Makes the communicator.
+  // Makes the communicator, and maps the memory of the other ranks if that can be done.
   absl::Status Connect() {
+    SLUICE_RETURN_IF_ERROR(ConnectNccl());
+    if (options_.peer_bytes == 0 || size() == 1) return absl::OkStatus();
+    auto peers = PeerMemory::Make(host_.get(), &shared().peers,
+                                  static_cast<int64_t>(options_.peer_bytes) / (size() - 1));
+    SLUICE_RETURN_IF_ERROR(status());
+    if (!peers.ok()) {
+      Log(LogLevel::kWarn, "ranks exchange by NCCL alone",
+          {{"group", options_.name}, {"why", std::string(peers.status().message())}});
+      return absl::OkStatus();
+    }
+    SLUICE_RETURN_IF_ERROR(ConnectAhead());
+    absl::MutexLock lock(&mutex_);
+    peers_ = *std::move(peers);
+    if (comm_ == nullptr) peers_->Stop();
+    Log(LogLevel::kInfo, "ranks write into one another's memory", {{"group", options_.name}});
+    return absl::OkStatus();
+  }
+
+  absl::Status Register(void* data, size_t bytes) override {
+    PeerMemory* peers = nullptr;
+    {
+      absl::MutexLock lock(&mutex_);
+      if (comm_ == nullptr) return status();
+      void* handle = nullptr;
+      SLUICE_RETURN_IF_ERROR(Settle("a registered buffer",
+                                    nccl_.register_buffer(comm_, data, bytes, &handle), kConnect));
+      if (handle != nullptr) registered_.push_back(handle);
+      peers = peers_.get();
+    }
+    if (peers == nullptr) return absl::OkStatus();
+    // Other ranks may come much later, and the watching thread needs the lock meanwhile.
+    const absl::Status mapped = peers->Map(data, bytes);
+    SLUICE_RETURN_IF_ERROR(status());
+    if (!mapped.ok()) {
+      Log(LogLevel::kWarn, "ranks exchange a buffer by NCCL",
+          {{"group", options_.name}, {"why", std::string(mapped.message())}});
+    }
+    return absl::OkStatus();
+  }
+
+  void Abort(const std::string& why) override {
+    health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
+  }
+  absl::Status status() const override {
+    SLUICE_RETURN_IF_ERROR(host_->failure());
+    return health_->status();  // The watching thread tells the others a little later.
+  }
+  int alive() const override { return host_->Alive(); }
+
+ private:
+  Shared& shared() const { return *reinterpret_cast<Shared*>(host_->data()); }
+
+  absl::Status ConnectNccl() {
     if (rank() == 0) {
       const ncclResult_t result = nccl_.get_unique_id(&shared().id);
       if (result != ncclSuccess) return host_->Fail(absl::InternalError(Text("an id", result)));
@@ -84,25 +154,33 @@ class NcclRankGroup : public RankGroup {
     return absl::OkStatus();
   }
 
-  absl::Status Register(void* data, size_t bytes) override {
-    absl::MutexLock lock(&mutex_);
-    if (comm_ == nullptr) return status();
-    void* handle = nullptr;
-    SLUICE_RETURN_IF_ERROR(Settle("a registered buffer",
-                                  nccl_.register_buffer(comm_, data, bytes, &handle),
-                                  options_.deadline));
-    if (handle != nullptr) registered_.push_back(handle);
-    return absl::OkStatus();
+  // Has NCCL connect the ranks for the sums and gathers that peer memory does not take: it would
+  // else do so in the first prompt, since no recorded step has any.
+  absl::Status ConnectAhead() {
+    const size_t most = kAhead * options_.peer_bytes, own = static_cast<size_t>(rank());
+    SLUICE_ASSIGN_OR_RETURN(const Buffer memory,
+                            AllocateHbm(most * static_cast<size_t>(size()), "NCCL's first calls"));
+    CudaStream stream(health_, Device::StreamKind::kCompute);
+    CudaEvent done(health_, /*timed=*/false);
+    {
+      absl::MutexLock lock(&mutex_);
+      for (const size_t bytes : {options_.peer_bytes, most}) {
+        for (const Collective kind : {Collective::kAllReduce, Collective::kAllGather}) {
+          if (comm_ == nullptr) return status();
+          Operation op;
+          op.kind = kind;
+          op.in = memory.as<uint8_t>() + (kind == Collective::kAllGather ? bytes * own : 0);
+          op.out = memory.data();
+          op.count = static_cast<int64_t>(kind == Collective::kAllReduce ? bytes / 4 : bytes);
+          if (op.count == 0) continue;
+          SLUICE_RETURN_IF_ERROR(Settle(CollectiveName(kind), Call(stream.handle(), op), kConnect));
+        }
+      }
+    }
+    stream.Record(done);
+    done.Wait();
+    return health_->status();
   }
-
-  void Abort(const std::string& why) override {
-    health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
-  }
-  absl::Status status() const override { return host_->failure(); }
-  int alive() const override { return host_->Alive(); }
-
- private:
-  Shared& shared() const { return *reinterpret_cast<Shared*>(host_->data()); }
 
   std::string Text(const char* what, ncclResult_t result) const {
     return absl::StrCat("NCCL: ", what, " of '", options_.name, "': ", nccl_.error_string(result));
@@ -147,6 +225,7 @@ class NcclRankGroup : public RankGroup {
   // but does not return while there are programs with the group's operations.
   void Fail(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     health_->FailWith(host_->Fail(why));
+    if (peers_ != nullptr) peers_->Stop();
     if (comm_ == nullptr) return;
     abort_ = std::thread([this, comm = std::exchange(comm_, nullptr)] { nccl_.abort(comm); });
   }
@@ -171,8 +250,49 @@ class NcclRankGroup : public RankGroup {
     if (!cuda.usable()) return;
     absl::MutexLock lock(&mutex_);
     if (comm_ == nullptr) return;
-    Settle(CollectiveName(operation.kind), Call(cuda.handle(), operation), options_.deadline)
-        .IgnoreError();
+    if (std::optional<cudaError_t> launched = CallPeers(cuda.handle(), operation)) {
+      return cuda.Check(*launched, CollectiveName(operation.kind));
+    }
+    Settle(CollectiveName(operation.kind), Call(cuda.handle(), operation), kConnect).IgnoreError();
+  }
+
+  // Enqueues an operation that goes by the ranks' memory; nothing: it goes by NCCL. Every rank
+  // decides the same, since only what the contract makes equal counts.
+  std::optional<cudaError_t> CallPeers(cudaStream_t stream, const Operation& op)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (peers_ == nullptr) return std::nullopt;
+    if (op.kind == Collective::kAllReduce && peers_->Takes(op.count * SizeOf(op.type))) {
+      kernels::PeerAllReduceParams p{};
+      p.group = peers_->group();
+      p.in = op.in;
+      p.out = op.out;
+      p.count = op.count;
+      p.type = op.type;
+      return kernels::cuda::LaunchPeerAllReduce(p, stream);
+    }
+    if (op.kind == Collective::kAllGather && peers_->Takes(op.count)) {
+      kernels::PeerAllGatherParams p{};
+      p.group = peers_->group();
+      p.in = op.in;
+      p.out = op.out;
+      p.bytes = op.count;
+      return kernels::cuda::LaunchPeerAllGather(p, stream);
+    }
+    if (op.kind != Collective::kAllToAll) return std::nullopt;
+    const AllToAllParams& move = op.exchange;
+    const int64_t block = int64_t{move.capacity} * move.unit_bytes;
+    kernels::PeerAllToAllParams p{};
+    if (block % 16 != 0 ||
+        !peers_->Find(move.receive, static_cast<size_t>(block * size()), p.receives)) {
+      return std::nullopt;
+    }
+    p.group = peers_->group();
+    p.send = move.send;
+    p.send_counts = move.send_counts;
+    p.receive_counts = move.receive_counts;
+    p.capacity = move.capacity;
+    p.unit_bytes = move.unit_bytes;
+    return kernels::cuda::LaunchPeerAllToAll(p, stream);
   }
 
   ncclResult_t Call(cudaStream_t stream, const Operation& op)
@@ -228,6 +348,7 @@ class NcclRankGroup : public RankGroup {
   ncclComm_t comm_ ABSL_GUARDED_BY(mutex_) = nullptr;  // null: there is none yet, or it was aborted
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<void*> registered_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<PeerMemory> peers_ ABSL_GUARDED_BY(mutex_);  // null: everything goes by NCCL
   std::thread watch_;
   std::thread abort_;  // made at most once; read by the destructor when nothing else runs
 };
@@ -241,13 +362,16 @@ absl::StatusOr<std::unique_ptr<RankGroup>> JoinNcclRanks(const RankGroupOptions&
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
                           HostRanks::Join({options.name, options.rank, options.size, sizeof(Shared),
                                            options.join_timeout}));
-  health->SetStall(
-      options.deadline,
-      RankLost(options.rank, absl::StrCat("of '", options.name, "' waited ",
-                                          absl::FormatDuration(options.deadline),
-                                          " for the others, in an operation that does not end")));
+  const auto limit_stalls = [&](absl::Duration limit) {
+    health->SetStall(
+        limit, RankLost(options.rank,
+                        absl::StrCat("of '", options.name, "' waited ", absl::FormatDuration(limit),
+                                     " for the others, in an operation that does not end")));
+  };
+  limit_stalls(std::max(kConnect, options.deadline));
   auto group = std::make_unique<NcclRankGroup>(options, std::move(host), nccl, health);
   SLUICE_RETURN_IF_ERROR(group->Connect());
+  limit_stalls(options.deadline);
   return group;
 }
 

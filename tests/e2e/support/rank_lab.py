@@ -1,6 +1,8 @@
 """Starts nodes of several ranks, and looks at how they end."""
 
 import contextlib
+import functools
+import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +15,13 @@ PRECISION = [] if DEVICE == "cuda" else ["--kernels", FLOAT32_KERNELS, "--kv-dty
 EXACT = [*PRECISION, "--hbm-bytes", "128MiB", "--dram-bytes", "64MiB", "--max-sequences", "8", "--seed", "5"]
 END_S = 5 * SCALE  # in which streams end when a rank is lost
 FLUSH_S = 10 * SCALE  # in which processes end: callers get 6 s to take their errors
+
+
+@functools.cache
+def count_gpus():
+    if DEVICE != "cuda" or shutil.which("nvidia-smi") is None:
+        return 0
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.count("GPU ")
 
 
 class AdminPort:
@@ -30,8 +39,9 @@ class AdminPort:
 class Ranks:
     """A running node of several ranks. `failpoints`: rank -> terms."""
 
-    def __init__(self, model, folder, size, *flags, failpoints=None, dram="64MiB"):
-        exact = [dram if before == "--dram-bytes" else flag for before, flag in zip(["", *EXACT], EXACT)]
+    def __init__(self, model, folder, size, *flags, failpoints=None, dram="64MiB", hbm="128MiB"):
+        sizes = {"--dram-bytes": dram, "--hbm-bytes": hbm}
+        exact = [sizes.get(before, flag) for before, flag in zip(["", *EXACT], EXACT)]
         division = "--expert-parallel" if "deepseek" in model.name else "--tensor-parallel"
         shared = [*exact, division, str(size), "--leader", f"127.0.0.1:{free_port()}", *flags]
         terms = {rank: ["--failpoints", text] for rank, text in (failpoints or {}).items()}
@@ -52,7 +62,11 @@ class Ranks:
 
     @staticmethod
     def env(rank):
-        """Ranks that share a GPU take part in NCCL as if each had a host of its own."""
+        """Each of two ranks has a GPU of its own where there are two. Ranks that share one take part in NCCL as if each
+        had a host of its own.
+        """
+        if count_gpus() > 1:
+            return {"CUDA_VISIBLE_DEVICES": str(rank)}
         return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"} if DEVICE == "cuda" else {}
 
     def processes(self):

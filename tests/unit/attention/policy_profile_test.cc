@@ -243,6 +243,43 @@ TEST_CASE("thresholds go to policy hgca, except where it is exact, and fit the m
   CHECK_THAT(std::string(wrong.message()), Catch::Contains("betas"));
 }
 
+TEST_CASE("a rank takes what a profile says of its heads") {
+  PolicyProfile profile = Profile();
+  profile.clo.label_similarities = {1, 2, 3, 4, 5, 6};
+  profile.clo.persistence_order = {0, 1};
+  // The second of two KV heads, and its two query heads of four.
+  const PolicyProfile own = ProfileOfRank(profile, {2, 2, 4}, {1, 1, 2});
+  CHECK(own.clo.gates == std::vector<float>{1, 0.5f, 0.25f, 1, 0.125f, 0});
+  CHECK(own.clo.similarities == std::vector<float>{0.75f, -0.25f, 0});
+  CHECK(own.clo.misses == std::vector<float>{0, 1, 0.75f});
+  CHECK(own.clo.label_similarities == std::vector<float>{2, 4, 6});
+  CHECK(own.clo.persistence_order.empty());
+  CHECK(own.clo.prefetchable == 1.25);
+  CHECK(own.clo.predicted == profile.clo.predicted);
+  CHECK(own.hgca.betas == std::vector<float>{0, 2, 3});
+  for (const auto& [of_model, of_rank] : {std::pair{&profile.projection, &own.projection},
+                                          std::pair{&profile.hash, &own.hash}}) {
+    const int64_t head = int64_t{kHeadDim} * of_model->columns;
+    REQUIRE(std::ssize(of_rank->values) == kLayers * head);
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      const auto from = of_model->values.begin() + (2 * layer + 1) * head;
+      CHECK(std::equal(from, from + head, of_rank->values.begin() + layer * head));
+    }
+  }
+
+  Model rank;
+  rank.layout.kinds[0].heads = 1;
+  rank.options.heads = 2;
+  rank.options.rank_heads = {2, 2, 4};
+  rank.options.rank_kv_heads = {1, 1, 2};
+  CHECK(rank.Apply(profile, profile.model_fingerprint).ToString() == "OK");
+  CHECK(rank.options.hgca.betas == own.hgca.betas);
+  CHECK(rank.options.clo.importance == own.clo.gates);
+  // A profile of a model with other heads is not cut, and so does not fit.
+  rank.options.rank_kv_heads = {1, 1, 3};
+  CheckSays(rank.Apply(profile, profile.model_fingerprint), "2 KV heads");
+}
+
 TEST_CASE("a profile may have intervals alone, or a projection alone") {
   const fixtures::TempDir dir;
   PolicyProfile intervals = Profile();

@@ -84,9 +84,12 @@ std::string Blamed(const absl::StatusOr<Ending>& ending, int rank, absl::Duratio
 }
 
 // Rank 1 of three kills itself before its third sum.
-std::vector<std::string> RunWithDeath(const std::string& kernels, int size, bool share_gpu) {
+std::vector<std::string> RunWithDeath(const std::string& kernels, int size, bool on_gpus,
+                                      bool by_memory = true) {
+  RankGroupOptions all = testing::RankOptions(size);
+  if (!by_memory) all.peer_bytes = 0;
   return testing::RunRankProcesses(
-      testing::RankOptions(size),
+      all,
       [&](const RankGroupOptions& options) {
         return Blamed(SumsOn(kernels, options, 10,
                              [&](int i) {
@@ -94,7 +97,7 @@ std::vector<std::string> RunWithDeath(const std::string& kernels, int size, bool
                              }),
                       1, absl::ZeroDuration(), absl::Seconds(5));
       },
-      share_gpu);
+      on_gpus);
 }
 
 TEST_CASE("a rank that is killed ends the others at once (cpu)", "[device][ranks][processes]") {
@@ -106,9 +109,11 @@ TEST_CASE("a rank that is killed ends the others at once (cpu)", "[device][ranks
 TEST_CASE("a rank that is killed ends the others at once (cuda)",
           "[device][ranks][cuda][processes]") {
   if (const std::string why = testing::WhyNoSharedGpu(); !why.empty()) return SkipTest(why);
-  const auto wrong = RunWithDeath("cuda", 2, true);
-  CHECK(wrong[0] == "");
-  CHECK(wrong[1] == "died");
+  for (const bool by_memory : {true, false}) {
+    const auto wrong = RunWithDeath("cuda", 2, true, by_memory);
+    CHECK(wrong[0] == "");
+    CHECK(wrong[1] == "died");
+  }
 }
 
 // A stopped process keeps its locks, so that only its silence gives it away. The third rank lets it
@@ -150,6 +155,29 @@ TEST_CASE("a rank that does not come ends the others by the deadline", "[device]
                   2, late ? absl::ZeroDuration() : absl::Milliseconds(250), absl::Seconds(1));
   });
   CHECK(testing::Joined(wrong) == "");
+}
+
+// A GPU does not know which rank is late, so a rank says that it has waited.
+TEST_CASE("a rank that does not come ends the others by the deadline (cuda)",
+          "[device][ranks][cuda][processes]") {
+  if (const std::string why = testing::WhyNoSharedGpu(); !why.empty()) return SkipTest(why);
+  for (const bool by_memory : {true, false}) {
+    RankGroupOptions all = testing::RankOptions(2);
+    all.deadline = absl::Seconds(2);
+    if (!by_memory) all.peer_bytes = 0;
+    const auto wrong = testing::RunRankProcesses(
+        all,
+        [](const RankGroupOptions& own) {
+          const bool late = own.rank == 1;
+          return Blamed(SumsOn("cuda", own, 10,
+                               [&](int i) {
+                                 if (late && i == 3) absl::SleepFor(absl::Seconds(4));
+                               }),
+                        0, late ? absl::ZeroDuration() : absl::Seconds(1.9), absl::Seconds(3));
+        },
+        /*on_gpus=*/true);
+    CHECK(testing::Joined(wrong) == "");
+  }
 }
 
 TEST_CASE("ranks that call other operations fail, and say which", "[device][ranks]") {
@@ -276,6 +304,7 @@ TEST_CASE("options of a group that are out of range are named", "[device][ranks]
   refused([](RankGroupOptions& o) { o.name = "a/b"; }, "a/b");
   refused([](RankGroupOptions& o) { o.deadline = absl::ZeroDuration(); }, "deadline");
   refused([](RankGroupOptions& o) { o.round_bytes = 100; }, "round_bytes");
+  refused([](RankGroupOptions& o) { o.peer_bytes = size_t{65} << 20; }, "peer_bytes");
 }
 
 }  // namespace

@@ -83,9 +83,9 @@ class Rank {
 
  private:
   Device* const device_;
+  std::vector<Both> memory_;  // outlives the group, which may have parts of it registered
   const std::unique_ptr<RankGroup> group_;
   std::unique_ptr<Stream> stream_;
-  std::vector<Both> memory_;
   std::unique_ptr<Program> program_;
 };
 
@@ -178,11 +178,15 @@ void OnSim(const Case& test) {
   }
 }
 
+// The ranks write into one another's memory where they can, and then go by NCCL alone.
 void OnGpu(const Case& test) {
   if (const std::string why = testing::WhyNoSharedGpu(); !why.empty()) return SkipTest(why);
-  const RankGroupOptions options = testing::RankOptions(2);
-  CHECK(testing::Joined(testing::RunRankProcesses(options, BodyOn("cuda", test),
-                                                  /*share_gpu=*/true)) == "");
+  for (const bool by_memory : {true, false}) {
+    RankGroupOptions options = testing::RankOptions(2);
+    if (!by_memory) options.peer_bytes = 0;
+    CHECK(testing::Joined(testing::RunRankProcesses(options, BodyOn("cuda", test),
+                                                    /*on_gpus=*/true)) == "");
+  }
 }
 
 #define SLUICE_RANK_TEST(claim, test)                                                       \
@@ -347,40 +351,44 @@ int32_t UnitsOf(int from, int to) { return (3 * from + 5 * to) % 7 * 300; }
 int32_t UnitWord(int from, int to, int64_t i) {
   return from * 1'000'000 + to * 100'000 + static_cast<int32_t>(i);
 }
-const Case kExchanges{
-    [](Rank& r) {
-      const auto n = static_cast<size_t>(r.size());
-      const size_t block = kCapacity * kUnit;
-      r.Memory(0, n * block);
-      r.Memory(1, n * 4);
-      r.Memory(2, n * block);
-      r.Memory(3, n * 4);
-      for (int to = 0; to < r.size(); ++to) {
-        r.Host<int32_t>(1)[to] = UnitsOf(r.rank(), to);
-        for (int64_t i = 0; i < kCapacity * 3; ++i) {
-          r.Host<int32_t>(0)[to * kCapacity * 3 + i] = UnitWord(r.rank(), to, i);
-        }
+template <bool kRegistered>
+void Exchange(Rank& r) {
+  const auto n = static_cast<size_t>(r.size());
+  const size_t block = kCapacity * kUnit;
+  r.Memory(0, n * block);
+  r.Memory(1, n * 4);
+  r.Memory(2, n * block);
+  r.Memory(3, n * 4);
+  if (kRegistered) SLUICE_CHECK(r.group().Register(r.At(2), n * block).ok());
+  for (int to = 0; to < r.size(); ++to) {
+    r.Host<int32_t>(1)[to] = UnitsOf(r.rank(), to);
+    for (int64_t i = 0; i < kCapacity * 3; ++i) {
+      r.Host<int32_t>(0)[to * kCapacity * 3 + i] = UnitWord(r.rank(), to, i);
+    }
+  }
+  for (const size_t m : {0, 1, 2, 3}) r.Upload(m);
+  const AllToAllParams params{r.At(0),   static_cast<const int32_t*>(r.At(1)),
+                              r.At(2),   static_cast<int32_t*>(r.At(3)),
+                              kCapacity, kUnit};
+  r.group().AllToAll(r.stream(), params);
+  for (const size_t m : {2, 3}) r.Download(m);
+}
+std::string WrongOfExchange(Rank& r) {
+  for (int from = 0; from < r.size(); ++from) {
+    const int32_t units = UnitsOf(from, r.rank());
+    if (r.Host<int32_t>(3)[from] != units) return "a count is wrong";
+    for (int64_t i = 0; i < int64_t{units} * 3; ++i) {
+      if (r.Host<int32_t>(2)[from * kCapacity * 3 + i] != UnitWord(from, r.rank(), i)) {
+        return absl::StrCat("word ", i, " from rank ", from, " is wrong");
       }
-      for (const size_t m : {0, 1, 2, 3}) r.Upload(m);
-      const AllToAllParams params{r.At(0),   static_cast<const int32_t*>(r.At(1)),
-                                  r.At(2),   static_cast<int32_t*>(r.At(3)),
-                                  kCapacity, kUnit};
-      r.group().AllToAll(r.stream(), params);
-      for (const size_t m : {2, 3}) r.Download(m);
-    },
-    [](Rank& r) -> std::string {
-      for (int from = 0; from < r.size(); ++from) {
-        const int32_t units = UnitsOf(from, r.rank());
-        if (r.Host<int32_t>(3)[from] != units) return "a count is wrong";
-        for (int64_t i = 0; i < int64_t{units} * 3; ++i) {
-          if (r.Host<int32_t>(2)[from * kCapacity * 3 + i] != UnitWord(from, r.rank(), i)) {
-            return absl::StrCat("word ", i, " from rank ", from, " is wrong");
-          }
-        }
-      }
-      return "";
-    }};
+    }
+  }
+  return "";
+}
+const Case kExchanges{Exchange<false>, WrongOfExchange};
 SLUICE_RANK_TEST("an all-to-all moves as many units as the device's counts say", kExchanges)
+const Case kRegisteredExchanges{Exchange<true>, WrongOfExchange};
+SLUICE_RANK_TEST("an all-to-all fills a registered buffer", kRegisteredExchanges)
 
 // A program of two sums runs several times, over other data each time.
 constexpr int kRuns = 5;

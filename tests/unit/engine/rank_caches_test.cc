@@ -263,12 +263,18 @@ TEST_CASE("hints reach the ranks that have their heads", "[ranks]") {
                    {0, 1, std::nullopt, {2}},
                    {1, std::nullopt, std::nullopt, {3}},
                    {2, 3, std::nullopt, {4}}};
-  const SelectionHints second = HintsOf(hints, {1, 2});
+  // Two layers of four query heads of two numbers, of which the rank has heads 1 and 2.
+  for (int i = 0; i < 16; ++i) hints.queries.push_back(static_cast<float>(i));
+  const HintPart part{1, 2, 1, 2, 4, 2};
+  CHECK(part.QueriesOfAll(8) == 16);
+  const SelectionHints second = HintsOf(hints, part);
+  CHECK(second.queries == std::vector<float>{2, 3, 4, 5, 10, 11, 12, 13});
   REQUIRE(second.entries.size() == 2);
   CHECK(second.entries[0].kv_head == 0u);
   CHECK(second.entries[0].units == std::vector<uint32_t>{2});
   CHECK(!second.entries[1].kv_head.has_value());
   CHECK(HintsOf(hints, {}).entries.size() == 4);
+  CHECK(HintsOf(hints, {}).queries == hints.queries);
 
   NodeOptions options = OptionsFor("tiny-llama", "recall");
   options.policy.budget_tokens = 128;

@@ -241,7 +241,7 @@ TEST_CASE("an engine of two ranks on one GPU gives one engine's answers", "[rank
         return 2 * same > want.size() ? ""
                                       : absl::StrCat(same, " of ", want.size(), " are the same");
       },
-      /*share_gpu=*/true);
+      /*on_gpus=*/true);
   CHECK(testing::Joined(wrong) == "");
 }
 

@@ -398,6 +398,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> CloPolicy::Create(const PolicyO
   hash.kv_heads = kv.heads;
   hash.head_dim = kv.part_bytes[0] / SizeOf(kv.element_type);
   hash.bits = options.clo.hash_bits;
+  hash.first_kv_head = options.rank_kv_heads.first;
+  hash.all_kv_heads = options.rank_kv_heads.all;
   SLUICE_RETURN_IF_ERROR(CheckCloOptions(options, hash, int64_t{RingBlocks(kv)} * kv.block_tokens));
   OffloadTierOptions tier_options;
   tier_options.device = options.device;

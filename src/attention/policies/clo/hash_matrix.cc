@@ -31,12 +31,17 @@ std::vector<float> RandomHash(const HashShape& shape, uint64_t seed) {
   std::normal_distribution<double> normal;
   const int64_t dim = shape.head_dim;
   std::vector<float> hash(static_cast<size_t>(shape.elements()));
-  for (int64_t matrix = 0; matrix < shape.layers * shape.kv_heads; ++matrix) {
+  const int64_t all_heads = std::max(shape.all_kv_heads, shape.kv_heads);
+  for (int64_t drawn = 0; drawn < shape.layers * all_heads; ++drawn) {
+    const int64_t head = drawn % all_heads - shape.first_kv_head;
+    const bool here = head >= 0 && head < shape.kv_heads;
+    const int64_t matrix = here ? drawn / all_heads * shape.kv_heads + head : 0;
     float* const of_head = hash.data() + matrix * dim * shape.bits;
     for (int64_t first = 0; first < shape.bits; first += dim) {
       const int64_t count = std::min(dim, shape.bits - first);
       std::vector<double> vectors(static_cast<size_t>(count * dim));
       for (double& x : vectors) x = normal(random);
+      if (!here) continue;  // Another rank has the head. Its numbers are drawn all the same.
       Orthogonalise(count, dim, &vectors);
       for (int64_t i = 0; i < count; ++i) {
         for (int64_t d = 0; d < dim; ++d) {

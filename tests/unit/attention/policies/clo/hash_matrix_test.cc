@@ -41,5 +41,16 @@ TEST_CASE("random hash matrices have orthogonal columns, and bits that tell angl
   CHECK(std::abs(differing / 640.0 - 1.0 / 3) < 0.06);
 }
 
+TEST_CASE("a rank's heads have the matrices that they have in the whole model") {
+  const int64_t of_head = 32 * 64, of_layer = 4 * of_head;
+  const std::vector<float> all = RandomHash({2, 4, 32, 64}, 3);
+  const std::vector<float> own = RandomHash({2, 2, 32, 64, 1, 4}, 3);
+  REQUIRE(std::ssize(own) == 4 * of_head);
+  for (int64_t layer = 0; layer < 2; ++layer) {
+    CHECK(std::equal(own.begin() + layer * 2 * of_head, own.begin() + (layer + 1) * 2 * of_head,
+                     all.begin() + layer * of_layer + of_head));
+  }
+}
+
 }  // namespace
 }  // namespace sluice
