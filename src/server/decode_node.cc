@@ -72,7 +72,8 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
   if (ranks_.channel != nullptr) {
     SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks_.channel, &config_));
-    if (ranks_.rows == nullptr) {
+    SLUICE_RETURN_IF_ERROR(CompareModels(*ranks_.channel, model_->fingerprint()));
+    if (ranks_.rows == nullptr && ranks_.link == nullptr) {
       SLUICE_ASSIGN_OR_RETURN(ranks_.arenas, MakeArenas(*ranks_.channel, config_));
     }
   }
@@ -160,9 +161,11 @@ absl::Status DecodeNode::MakeTransfers() {
   };
   table.hint_tokens = policy_->hint_tokens();
   table.hint_queries = policy_->hint_queries();
-  if (ranks_.arenas != nullptr) {
-    SLUICE_ASSIGN_OR_RETURN(table.places, HeadPlacesOf(model_->whole_config(), dram_->layout(),
-                                                       *ranks_.arenas, RanksOf(config_)));
+  if (ranks_.channel != nullptr && ranks_.rows == nullptr) {
+    FarHeads* const far = ranks_.link == nullptr ? nullptr : ranks_.link->far();
+    SLUICE_ASSIGN_OR_RETURN(table.places,
+                            HeadPlacesOf(model_->whole_config(), dram_->layout(),
+                                         ranks_.arenas.get(), far, RanksOf(config_)));
     table.await_free_pages = [leader = leader_.get()] { return leader->AwaitFreePages(); };
   }
   table.quotas = &quotas_;

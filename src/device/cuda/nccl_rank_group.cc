@@ -25,33 +25,25 @@ constexpr absl::Duration kEnding = absl::Seconds(2);
 // A rank that leaves waits this long for the others, whose last operations may still use it.
 constexpr absl::Duration kLeave = absl::Seconds(2);
 
-// The ranks share this beside HostRanks' own.
-struct Shared {
-  RankWord id_there;
-  ncclUniqueId id;
-  RankWord left[kMaxRanks];  // whether the rank needs nobody any more
-};
+static_assert(sizeof(ncclUniqueId) <= RankMembers::kMaxSharedBytes);
 
 ncclDataType_t TypeOf(DType type) { return type == DType::kFloat32 ? ncclFloat32 : ncclBfloat16; }
 
 class NcclRankGroup : public RankGroup {
  public:
+  // `host` is null where the options have members.
   NcclRankGroup(const RankGroupOptions& options, std::unique_ptr<HostRanks> host, const Nccl* nccl,
                 DeviceHealth* health)
       : RankGroup(options.rank, options.size),
         options_(options),
         host_(std::move(host)),
+        members_(host_ != nullptr ? *host_ : *options.members),
         nccl_(*nccl),
         health_(health) {}
 
   ~NcclRankGroup() override {
     if (watch_.joinable()) {
-      HostRanks::Post(shared().left[rank()], 1);
-      for (int other = 0; other < size() && !health_->failed(); ++other) {
-        if (other != rank()) {
-          host_->AwaitFor(shared().left[other], 1, other, kLeave).IgnoreError();
-        }
-      }
+      members_.Part(health_->failed() ? absl::ZeroDuration() : kLeave);
       {
         absl::MutexLock lock(&mutex_);
         stop_ = true;
@@ -68,17 +60,17 @@ class NcclRankGroup : public RankGroup {
 
   // Makes the communicator.
   absl::Status Connect() {
+    ncclUniqueId id = {};
     if (rank() == 0) {
-      const ncclResult_t result = nccl_.get_unique_id(&shared().id);
-      if (result != ncclSuccess) return host_->Fail(absl::InternalError(Text("an id", result)));
-      HostRanks::Post(shared().id_there, 1);
+      const ncclResult_t result = nccl_.get_unique_id(&id);
+      if (result != ncclSuccess) return members_.Fail(absl::InternalError(Text("an id", result)));
     }
-    SLUICE_RETURN_IF_ERROR(
-        host_->Await(shared().id_there, 1, 0, options_.join_timeout, "NCCL's id"));
+    SLUICE_RETURN_IF_ERROR(members_.Share(
+        absl::MakeSpan(reinterpret_cast<uint8_t*>(&id), sizeof(id)), options_.join_timeout));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     absl::MutexLock lock(&mutex_);
-    const ncclResult_t result = nccl_.init(&comm_, size(), shared().id, rank(), &config);
+    const ncclResult_t result = nccl_.init(&comm_, size(), id, rank(), &config);
     SLUICE_RETURN_IF_ERROR(Settle("a communicator", result, options_.join_timeout));
     watch_ = std::thread([this] { Watch(); });
     return absl::OkStatus();
@@ -96,22 +88,20 @@ class NcclRankGroup : public RankGroup {
   }
 
   void Abort(const std::string& why) override {
-    health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
+    health_->FailWith(members_.Fail(RankLost(rank(), "gave up: " + why)));
   }
-  absl::Status status() const override { return host_->failure(); }
-  int alive() const override { return host_->Alive(); }
+  absl::Status status() const override { return members_.failure(); }
+  int alive() const override { return members_.Alive(); }
 
  private:
-  Shared& shared() const { return *reinterpret_cast<Shared*>(host_->data()); }
-
   std::string Text(const char* what, ncclResult_t result) const {
     return absl::StrCat("NCCL: ", what, " of '", options_.name, "': ", nccl_.error_string(result));
   }
   // Returns why the group cannot go on, or OK.
   absl::Status Trouble() const {
-    SLUICE_RETURN_IF_ERROR(host_->failure());
+    SLUICE_RETURN_IF_ERROR(members_.failure());
     SLUICE_RETURN_IF_ERROR(health_->status());
-    return host_->Look(options_.still_limit);
+    return members_.Look(options_.still_limit);
   }
 
   // Returns why NCCL failed: with the rank that has ended, if one has, else in NCCL's words.
@@ -146,7 +136,7 @@ class NcclRankGroup : public RankGroup {
   // Aborts the communicator, on a thread of its own: the call ends what runs on the GPU at once,
   // but does not return while there are programs with the group's operations.
   void Fail(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    health_->FailWith(host_->Fail(why));
+    health_->FailWith(members_.Fail(why));
     if (comm_ == nullptr) return;
     abort_ = std::thread([this, comm = std::exchange(comm_, nullptr)] { nccl_.abort(comm); });
   }
@@ -219,7 +209,8 @@ class NcclRankGroup : public RankGroup {
   }
 
   const RankGroupOptions options_;
-  const std::unique_ptr<HostRanks> host_;
+  const std::unique_ptr<HostRanks> host_;  // null: the ranks have met elsewhere
+  RankMembers& members_;
   const Nccl& nccl_;
   DeviceHealth* const health_;
 
@@ -238,9 +229,11 @@ absl::StatusOr<std::unique_ptr<RankGroup>> JoinNcclRanks(const RankGroupOptions&
                                                          DeviceHealth* health) {
   SLUICE_RETURN_IF_ERROR(CheckRankGroupOptions(options));
   SLUICE_ASSIGN_OR_RETURN(const Nccl* nccl, LoadNccl());
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
-                          HostRanks::Join({options.name, options.rank, options.size, sizeof(Shared),
-                                           options.join_timeout}));
+  std::unique_ptr<HostRanks> host;
+  if (options.members == nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(host, HostRanks::Join({options.name, options.rank, options.size, 0,
+                                                   options.join_timeout}));
+  }
   health->SetStall(
       options.deadline,
       RankLost(options.rank, absl::StrCat("of '", options.name, "' waited ",
