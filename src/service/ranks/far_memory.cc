@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "sluice/v1/ranks.grpc.pb.h"
 #include "src/base/error.h"
 #include "src/base/memory_copy.h"
 #include "src/base/status_macros.h"
