@@ -162,10 +162,9 @@ absl::Status HostChannel::Meet(absl::Duration timeout) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RankChannel>> JoinHostChannel(const HostChannelOptions& options) {
-  SLUICE_ASSIGN_OR_RETURN(
-      std::unique_ptr<HostRanks> host,
-      HostRanks::Join({options.name, options.rank, options.size, sizeof(HostChannel::Shared),
-                       options.join_timeout}));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
+                          HostRanks::Join({options.name, options.rank, options.size,
+                                           sizeof(HostChannel::Shared), options.join_timeout}));
   return std::make_unique<HostChannel>(options, std::move(host));
 }
 

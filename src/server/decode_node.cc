@@ -163,9 +163,8 @@ absl::Status DecodeNode::MakeTransfers() {
   table.hint_queries = policy_->hint_queries();
   if (ranks_.channel != nullptr && ranks_.rows == nullptr) {
     FarHeads* const far = ranks_.link == nullptr ? nullptr : ranks_.link->far();
-    SLUICE_ASSIGN_OR_RETURN(table.places,
-                            HeadPlacesOf(model_->whole_config(), dram_->layout(),
-                                         ranks_.arenas.get(), far, RanksOf(config_)));
+    SLUICE_ASSIGN_OR_RETURN(table.places, HeadPlacesOf(model_->whole_config(), dram_->layout(),
+                                                       ranks_.arenas.get(), far, RanksOf(config_)));
     table.await_free_pages = [leader = leader_.get()] { return leader->AwaitFreePages(); };
   }
   table.quotas = &quotas_;

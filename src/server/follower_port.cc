@@ -18,7 +18,8 @@ absl::StatusOr<std::unique_ptr<FollowerPort>> FollowerPort::Open(const Config& c
   SLUICE_ASSIGN_OR_RETURN(port->security_, SetUpSecurity(config));
   absl::StatusOr<HostPort> address = ParseHostPort(config.admin_listen());
   if (!address.ok()) return WithMessagePrefix(address.status(), "admin_listen");
-  if (address->port != 0 && RanksOfHost(config) > 1) address->port = static_cast<uint16_t>(address->port + config.rank());
+  if (address->port != 0 && RanksOfHost(config) > 1)
+    address->port = static_cast<uint16_t>(address->port + config.rank());
   port->metrics_.SetBuildInfo({Version(), parts.model->config().name, parts.device->name(),
                                parts.device->kernels().name(), parts.memory->policy->name()});
   AdminHttp::Options options;

@@ -27,7 +27,8 @@ class FollowerPort {
     const RankGroup* ranks = nullptr;
   };
   // Opens the port of admin_listen, plus the rank where ranks share a host, so that they may share
-  // their settings too; port 0 takes a free one. Without admin_listen there is none. The error names the setting.
+  // their settings too; port 0 takes a free one. Without admin_listen there is none. The error
+  // names the setting.
   static absl::StatusOr<std::unique_ptr<FollowerPort>> Open(const Config& config,
                                                             const Parts& parts);
 

@@ -223,9 +223,9 @@ absl::Status CompareModels(RankChannel& channel, const std::string& fingerprint)
   SLUICE_ASSIGN_OR_RETURN(const absl::Span<const uint8_t> bytes, channel.Receive());
   const std::string leads(bytes.begin(), bytes.end());
   if (leads == fingerprint) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("model: rank 0 has the fingerprint ", leads, ", and rank ", channel.rank(), " ",
-                   fingerprint, ": give every rank the same checkpoint"));
+  return absl::InvalidArgumentError(absl::StrCat("model: rank 0 has the fingerprint ", leads,
+                                                 ", and rank ", channel.rank(), " ", fingerprint,
+                                                 ": give every rank the same checkpoint"));
 }
 
 absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device, const RankPort& port) {
@@ -264,7 +264,7 @@ absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device, const Ra
     ranks.rows =
         std::make_unique<RankRows>(ranks.group.get(), static_cast<int>(config->max_sequences()));
   }
-  Log(LogLevel::kInfo, "ranks joined", 
+  Log(LogLevel::kInfo, "ranks joined",
       {{"rank", config->rank()},
        {"ranks", group.size},
        {"transport", ranks.link == nullptr ? "shm" : "grpc"}});

@@ -28,9 +28,9 @@ int RanksOf(const Config& config);
 bool DividesExperts(const Config& config);
 // Returns whether the ranks meet by gRPC, and not in /dev/shm (rank_transport).
 bool MeetByGrpc(const Config& config);
-// Returns how many ranks divide what a process finds on its host: all, or this one alone. Ranks that
-// meet by gRPC at another address than a loopback one are taken to have a machine, or a container,
-// each.
+// Returns how many ranks divide what a process finds on its host: all, or this one alone. Ranks
+// that meet by gRPC at another address than a loopback one are taken to have a machine, or a
+// container, each.
 int RanksOfHost(const Config& config);
 
 // Fills in what LeaderWorkerSet tells a pod (LWS_LEADER_ADDRESS, LWS_WORKER_INDEX), where the node
@@ -49,7 +49,8 @@ std::vector<int> CpusOfRank(std::vector<Cpu> cpus, int rank, int ranks);
 // host do not compute on each other's. Where there are fewer cpus than ranks, a rank computes with
 // one thread unless `threads` says otherwise.
 void DivideCpus(Config* config);
-// Leaves a rank its share of the host's memory, as of its cpus, and of /dev/shm where DRAM lies there.
+// Leaves a rank its share of the host's memory, as of its cpus, and of /dev/shm where DRAM lies
+// there.
 void DivideMemory(const Config& config, MemoryFound* found);
 
 // A rank has these beside what a node has that is alone.

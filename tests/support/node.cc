@@ -163,7 +163,8 @@ Node::Node(const NodeOptions& o) {
   }
   if (arenas_ != nullptr) {
     const ModelConfig& whole = model_->whole_config();
-    transfers.places = OrFail(HeadPlacesOf(whole, dram_->layout(), arenas_.get(), nullptr, o.ranks->size));
+    transfers.places =
+        OrFail(HeadPlacesOf(whole, dram_->layout(), arenas_.get(), nullptr, o.ranks->size));
     transfers.await_free_pages = [this] { return leader_->AwaitFreePages(); };
   }
   transfers.model_fingerprint = model_->fingerprint();

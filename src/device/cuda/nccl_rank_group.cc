@@ -231,8 +231,8 @@ absl::StatusOr<std::unique_ptr<RankGroup>> JoinNcclRanks(const RankGroupOptions&
   SLUICE_ASSIGN_OR_RETURN(const Nccl* nccl, LoadNccl());
   std::unique_ptr<HostRanks> host;
   if (options.members == nullptr) {
-    SLUICE_ASSIGN_OR_RETURN(host, HostRanks::Join({options.name, options.rank, options.size, 0,
-                                                   options.join_timeout}));
+    SLUICE_ASSIGN_OR_RETURN(
+        host, HostRanks::Join({options.name, options.rank, options.size, 0, options.join_timeout}));
   }
   health->SetStall(
       options.deadline,

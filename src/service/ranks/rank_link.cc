@@ -90,8 +90,8 @@ class Leader final : public Link {
  public:
   explicit Leader(const Options& options)
       : Link(options), far_(options.size, [this](int rank) {
-          return roster_.Fail(RankLost(rank, absl::StrCat("of '", options_.leader,
-                                                          "' takes no more caches")));
+          return roster_.Fail(
+              RankLost(rank, absl::StrCat("of '", options_.leader, "' takes no more caches")));
         }) {
     roster_.OnFailure([this] { far_.End(); });
   }
@@ -243,9 +243,9 @@ class Follower final : public Link {
       stream_ = std::move(stream);
       return absl::OkStatus();
     }
-    context->TryCancel();
-    const absl::Status end = FromGrpcStatus(stream->Finish());
     told_why_ = !failure.ok();
+    if (told_why_) context->TryCancel();
+    const absl::Status end = FromGrpcStatus(stream->Finish());
     if (told_why_) return failure;
     return absl::Now() >= give_up ? late() : end.ok() ? absl::UnavailableError("rank 0 ends") : end;
   }
@@ -267,7 +267,9 @@ class LandingThread final : public RankLink::Landing {
         stream_(v1::RankService::NewStub(channel)->Land(&context_)) {}
   ~LandingThread() override {
     context_.TryCancel();
-    if (thread_.joinable()) thread_.join();
+    if (!thread_.joinable()) return;
+    thread_.join();
+    stream_->Finish();
   }
 
   absl::Status Open(int rank) {
@@ -289,14 +291,12 @@ class LandingThread final : public RankLink::Landing {
       const absl::StatusOr<v1::LandAnswer> answer = Land(request, pool_);
       if (!answer.ok()) {
         roster_.Fail(answer.status()).IgnoreError();
-        context_.TryCancel();
-        break;
+        return;
       }
       // The engine's thread reads the bytes after it has read a plan from the roster. Its lock is
       // between the two.
-      if (!roster_.Landed() || !stream_->Write(*answer)) break;
+      if (!roster_.Landed() || !stream_->Write(*answer)) return;
     }
-    stream_->Finish();
   }
 
   const PagePool& pool_;

@@ -22,6 +22,7 @@ constexpr uint64_t kAheadBytes = uint64_t{4} << 20;
 // A rank says at once when it has taken so many more, and else with the next beat.
 constexpr uint64_t kTellBytes = uint64_t{256} << 10;
 constexpr size_t kWhyBytes = 512;
+constexpr absl::Duration kLastWords = absl::Milliseconds(300);
 // A wait looks this often whether the group has failed.
 constexpr absl::Duration kLook = absl::Milliseconds(200);
 
@@ -88,7 +89,8 @@ absl::Status RankRoster::Admit(const v1::RankHello& hello) {
 absl::Status RankRoster::AwaitAll(absl::Duration timeout) {
   absl::MutexLock lock(&mutex_);
   const auto all = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    const auto here = std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.here && !peer.ended; });
+    const auto here = std::count_if(peers_.begin(), peers_.end(),
+                                    [](const Peer& peer) { return peer.here && !peer.ended; });
     return here == options_.size - 1 || !failure_.ok();
   };
   mutex_.AwaitWithTimeout(absl::Condition(&all), timeout);
@@ -100,10 +102,10 @@ absl::Status RankRoster::AwaitAll(absl::Duration timeout) {
     one_host_ = one_host_ && PeerOf(rank).host == options_.host;
   }
   if (!missing.empty()) {
-    return FailLocked(
-        RankLost(missing[0], absl::StrCat("of '", options_.name, "' did not start within ",
-                                          absl::FormatDuration(timeout), "; missing: ",
-                                          absl::StrJoin(missing, ", "))));
+    return FailLocked(RankLost(
+        missing[0],
+        absl::StrCat("of '", options_.name, "' did not start within ",
+                     absl::FormatDuration(timeout), "; missing: ", absl::StrJoin(missing, ", "))));
   }
   welcomed_ = true;
   for (Peer& peer : peers_) {
@@ -167,9 +169,9 @@ void RankRoster::Ended(int other, const absl::Status& status) {
   peer.ended = true;
   if (leads() && !welcomed_) return;  // it may come again
   if (states_[static_cast<size_t>(other)].left() || own().left()) return;
-  (void)FailLocked(RankLost(
-      other, absl::StrCat("of '", options_.name, "' has ended",
-                          status.ok() ? "" : absl::StrCat(" (", status.message(), ")"))));
+  (void)FailLocked(
+      RankLost(other, absl::StrCat("of '", options_.name, "' has ended",
+                                   status.ok() ? "" : absl::StrCat(" (", status.message(), ")"))));
 }
 
 void RankRoster::Forget(int other) {
@@ -195,8 +197,8 @@ bool RankRoster::IsGone(int rank) const {
 
 absl::Status RankRoster::FailLocked(const absl::Status& why) {
   if (!failure_.ok()) return failure_;
-  failure_ = WithReason(absl::Status(why.code(), why.message().substr(0, kWhyBytes)),
-                        reasons::kRankLost);
+  failure_ =
+      WithReason(absl::Status(why.code(), why.message().substr(0, kWhyBytes)), reasons::kRankLost);
   failed_.store(true, std::memory_order_release);
   for (Peer& peer : peers_) {
     peer.next.mutable_failure()->set_code(static_cast<int32_t>(failure_.code()));
@@ -262,9 +264,9 @@ void RankRoster::LookForStill(absl::Time now, bool awake) {
     if (!peer.here || IsGone(static_cast<int>(rank))) continue;
     if (!awake) peer.heard = now;
     if (now - peer.heard <= options_.still_limit) continue;
-    (void)FailLocked(RankLost(
-        static_cast<int>(rank), absl::StrCat("of '", options_.name, "' has stood still for ",
-                                             absl::FormatDuration(options_.still_limit))));
+    (void)FailLocked(RankLost(static_cast<int>(rank),
+                              absl::StrCat("of '", options_.name, "' has stood still for ",
+                                           absl::FormatDuration(options_.still_limit))));
   }
 }
 
@@ -272,17 +274,21 @@ void RankRoster::Leave(absl::Duration timeout) {
   absl::MutexLock lock(&mutex_);
   own().set_left(true);
   TellStates();
-  const auto ended = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return std::all_of(peers_.begin(), peers_.end(),
-                       [](const Peer& peer) { return !peer.here || peer.ended; });
+  const bool failed = !failure_.ok();
+  const auto ended = [this, failed]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return std::all_of(peers_.begin(), peers_.end(), [failed](const Peer& peer) {
+      return !peer.here || peer.ended || (failed && peer.told_last);
+    });
   };
-  mutex_.AwaitWithTimeout(absl::Condition(&ended), timeout);
+  // After a failure a rank that stands still takes nothing, and callers wait for this process.
+  mutex_.AwaitWithTimeout(absl::Condition(&ended),
+                          failed ? std::min(timeout, kLastWords) : timeout);
 }
 
 // ---- What the rank does with the others ----
 
-absl::Status RankRoster::Await(int rank, const std::function<bool()>& there,
-                               absl::Duration timeout, const char* what) {
+absl::Status RankRoster::Await(int rank, const std::function<bool()>& there, absl::Duration timeout,
+                               const char* what) {
   const absl::Time give_up = absl::Now() + timeout;
   const auto over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
     return there() || !failure_.ok() || IsGone(rank);
@@ -290,8 +296,8 @@ absl::Status RankRoster::Await(int rank, const std::function<bool()>& there,
   for (;;) {
     const absl::Duration left = give_up - absl::Now();
     mutex_.AwaitWithTimeout(absl::Condition(&over), std::min(left, kLook));
-    if (there()) return absl::OkStatus();
     SLUICE_RETURN_IF_ERROR(failure_);
+    if (there()) return absl::OkStatus();
     if (IsGone(rank)) {
       return FailLocked(RankLost(rank, absl::StrCat("of '", options_.name, "' has ended")));
     }
@@ -300,8 +306,8 @@ absl::Status RankRoster::Await(int rank, const std::function<bool()>& there,
     }
     if (left <= kLook) {
       return FailLocked(
-          RankLost(rank, absl::StrCat("of '", options_.name, "' did not come to ", what,
-                                      " within ", absl::FormatDuration(timeout))));
+          RankLost(rank, absl::StrCat("of '", options_.name, "' did not come to ", what, " within ",
+                                      absl::FormatDuration(timeout))));
     }
   }
 }
@@ -318,7 +324,6 @@ absl::Status RankRoster::Send(absl::Span<const uint8_t> plan) {
       return sent_bytes_ - states_[static_cast<size_t>(rank)].taken_bytes() <= most;
     };
     SLUICE_RETURN_IF_ERROR(Await(rank, room, options_.deadline, "a plan"));
-    SLUICE_RETURN_IF_ERROR(failure_);
   }
   sent_bytes_ += plan.size();
   for (int rank = 1; rank < options_.size; ++rank) {
@@ -402,9 +407,8 @@ void RankRoster::Part(absl::Duration timeout) {
   TellStates();
   const auto over = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
     return !failure_.ok() ||
-           std::all_of(states_.begin(), states_.end(), [](const v1::RankState& state) {
-             return state.parted() || state.left();
-           });
+           std::all_of(states_.begin(), states_.end(),
+                       [](const v1::RankState& state) { return state.parted() || state.left(); });
   };
   mutex_.AwaitWithTimeout(absl::Condition(&over), timeout);
 }

@@ -86,7 +86,8 @@ class RankRoster {
   // Bytes of caches have been written that the thread of Receive() may read. Returns whether the
   // node has not failed.
   bool Landed();
-  // Leaves in good order: tells the others, and waits for the streams to end, or for `timeout`.
+  // Leaves in good order: tells the others, and waits for the streams to end, or for `timeout`;
+  // after a failure only for a moment in which the others can hear of it.
   void Leave(absl::Duration timeout);
 
  private:
@@ -122,7 +123,7 @@ class RankRoster {
   std::atomic<bool> failed_ = false;
   std::atomic<const RankGroup*> group_ = nullptr;
   mutable absl::Mutex mutex_;
-  std::vector<Peer> peers_ ABSL_GUARDED_BY(mutex_);           // by rank; rank 0's, or only of rank 0
+  std::vector<Peer> peers_ ABSL_GUARDED_BY(mutex_);  // by rank; rank 0's, or only of rank 0
   std::vector<v1::RankState> states_ ABSL_GUARDED_BY(mutex_);  // by rank
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
   std::function<void()> on_failure_ ABSL_GUARDED_BY(mutex_);

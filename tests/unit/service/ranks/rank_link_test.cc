@@ -158,8 +158,8 @@ TEST_CASE("a link ends at once on every rank when one is killed") {
       const absl::Time start = absl::Now();
       absl::Status status;
       while (status.ok()) {  // the way is full, since nobody takes anything
-        status = link.rank() == 0 ? link.Send(std::vector<uint8_t>(100'000))
-                                  : link.Receive().status();
+        status =
+            link.rank() == 0 ? link.Send(std::vector<uint8_t>(100'000)) : link.Receive().status();
       }
       if (absl::Now() - start > absl::Seconds(2)) return "it took too long";
       if (link.failure().ok() || link.Alive() >= link.size()) return "the rest have not failed";
