@@ -89,6 +89,9 @@ struct HostRanks::Header {
   RankWord joined[kMaxRanks];
   std::atomic<uint32_t> left[kMaxRanks];
   std::atomic<uint32_t> beats[kMaxRanks];  // of FindStill
+  RankWord shared_there;
+  uint8_t shared[kMaxSharedBytes];  // rank 0's
+  RankWord parted[kMaxRanks];
 };
 
 bool HostRanks::IsFree(int fd, int rank) {
@@ -276,6 +279,25 @@ int HostRanks::Alive() const {
   int alive = 0;
   for (int rank = 0; rank < size(); ++rank) alive += IsGone(rank) ? 0 : 1;
   return failure().ok() ? alive : std::min(alive, size() - 1);
+}
+
+absl::Status HostRanks::Share(absl::Span<uint8_t> bytes, absl::Duration timeout) {
+  SLUICE_CHECK(bytes.size() <= kMaxSharedBytes);
+  if (rank() == 0) {
+    std::memcpy(header_->shared, bytes.data(), bytes.size());
+    Post(header_->shared_there, 1);
+    return absl::OkStatus();
+  }
+  SLUICE_RETURN_IF_ERROR(Await(header_->shared_there, 1, 0, timeout, "what rank 0 shares"));
+  std::memcpy(bytes.data(), header_->shared, bytes.size());
+  return absl::OkStatus();
+}
+
+void HostRanks::Part(absl::Duration timeout) {
+  Post(header_->parted[rank()], 1);
+  for (int other = 0; other < size() && failure().ok(); ++other) {
+    if (other != rank()) AwaitFor(header_->parted[other], 1, other, timeout).IgnoreError();
+  }
 }
 
 absl::Status HostRanks::Look(absl::Duration still_limit) {

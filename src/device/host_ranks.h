@@ -18,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "src/device/rank_members.h"
 
 namespace sluice {
 
@@ -27,7 +28,7 @@ struct alignas(64) RankWord {
   std::atomic<uint32_t> sleepers;  // those that a change must wake
 };
 
-class HostRanks {
+class HostRanks final : public RankMembers {
  public:
   struct Options {
     std::string name;  // CheckRankGroupOptions
@@ -41,7 +42,7 @@ class HostRanks {
   // rank has other sizes; RESOURCE_EXHAUSTED: there is no room in /dev/shm.
   static absl::StatusOr<std::unique_ptr<HostRanks>> Join(const Options& options);
   // Leaves, in good order: who still waits for this rank fails, and nobody else.
-  ~HostRanks();
+  ~HostRanks() override;
   HostRanks(const HostRanks&) = delete;
   HostRanks& operator=(const HostRanks&) = delete;
 
@@ -63,21 +64,18 @@ class HostRanks {
 
   // Returns a rank that has ended without leaving in good order, or -1.
   int Ended() const;
-  // Returns the number of ranks that have not ended; one less than all at most, once the group has
-  // failed. Any thread.
-  int Alive() const;
-  // Fails the group if a rank has ended or stands still for `still_limit` (FindStill). Returns the
-  // failure.
-  absl::Status Look(absl::Duration still_limit);
   // Shows that this rank's process runs, and returns a rank that has shown so before and not for
   // `limit`, or -1. Time in which the caller stood still does not count. One thread calls it, ten
   // times a second or more.
   int FindStill(absl::Duration limit);
-  // Makes failure() not OK on every rank and ends all waits. Returns the failure that stays, which
-  // is the first.
-  absl::Status Fail(const absl::Status& why);
-  // Returns OK, or why the group has failed. Cheap while OK.
-  absl::Status failure() const;
+
+  absl::Status Share(absl::Span<uint8_t> bytes, absl::Duration timeout) override;
+  void Part(absl::Duration timeout) override;
+  bool OneHost() const override { return true; }
+  int Alive() const override;
+  absl::Status Look(absl::Duration still_limit) override;
+  absl::Status Fail(const absl::Status& why) override;
+  absl::Status failure() const override;
 
  private:
   struct Header;

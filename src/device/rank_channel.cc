@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "src/base/status_macros.h"
+#include "src/device/host_ranks.h"
 
 namespace sluice {
 namespace {
@@ -15,9 +17,43 @@ namespace {
 constexpr uint32_t kRing = uint32_t{1} << 20;
 constexpr absl::Duration kLook = absl::Milliseconds(200);
 
-}  // namespace
+class HostChannel final : public RankChannel {
+ public:
+  HostChannel(const HostChannelOptions& options, std::unique_ptr<HostRanks> host)
+      : options_(options), host_(std::move(host)) {}
 
-struct RankChannel::Shared {
+  int rank() const override { return host_->rank(); }
+  int size() const override { return host_->size(); }
+  void EndWith(const RankGroup* group) override { group_ = group; }
+  absl::Status Send(absl::Span<const uint8_t> message) override;
+  absl::StatusOr<absl::Span<const uint8_t>> Receive() override;
+  uint32_t sent() const override { return messages_; }
+  void Done() override;
+  absl::Status AwaitDone(uint32_t messages) override;
+  absl::Status Meet(absl::Duration timeout) override;
+
+  struct Shared;
+
+ private:
+  Shared& shared() const;
+  // HostRanks::Await, which ends with the group as well.
+  absl::Status Await(RankWord& word, uint32_t value, int who, absl::Duration timeout,
+                     const char* what) const;
+  absl::Status GroupStatus() const;
+  // Write and read bytes of the ring, in as many pieces as it takes.
+  absl::Status Write(const uint8_t* data, size_t bytes);
+  absl::Status Read(uint8_t* data, size_t bytes);
+
+  const HostChannelOptions options_;
+  const std::unique_ptr<HostRanks> host_;
+  const RankGroup* group_ = nullptr;
+  uint32_t position_ = 0;  // bytes written or read so far; wraps
+  uint32_t meetings_ = 0;
+  uint32_t messages_ = 0;  // sent or received so far; wraps
+  std::vector<uint8_t> message_;
+};
+
+struct HostChannel::Shared {
   RankWord written;           // bytes
   RankWord read[kMaxRanks];   // bytes, by rank
   RankWord meets[kMaxRanks];  // meetings that the rank has come to
@@ -25,25 +61,15 @@ struct RankChannel::Shared {
   uint8_t ring[kRing];
 };
 
-RankChannel::RankChannel(const Options& options, std::unique_ptr<HostRanks> host)
-    : options_(options), host_(std::move(host)) {}
-
-RankChannel::Shared& RankChannel::shared() const {
+HostChannel::Shared& HostChannel::shared() const {
   return *reinterpret_cast<Shared*>(host_->data());
 }
 
-absl::StatusOr<std::unique_ptr<RankChannel>> RankChannel::Join(const Options& options) {
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
-                          HostRanks::Join({options.name, options.rank, options.size, sizeof(Shared),
-                                           options.join_timeout}));
-  return std::unique_ptr<RankChannel>(new RankChannel(options, std::move(host)));
-}
-
-absl::Status RankChannel::GroupStatus() const {
+absl::Status HostChannel::GroupStatus() const {
   return group_ == nullptr ? absl::OkStatus() : group_->status();
 }
 
-absl::Status RankChannel::Await(RankWord& word, uint32_t value, int who, absl::Duration timeout,
+absl::Status HostChannel::Await(RankWord& word, uint32_t value, int who, absl::Duration timeout,
                                 const char* what) const {
   const absl::Time give_up = absl::Now() + timeout;
   for (;;) {
@@ -60,7 +86,7 @@ absl::Status RankChannel::Await(RankWord& word, uint32_t value, int who, absl::D
   }
 }
 
-absl::Status RankChannel::Write(const uint8_t* data, size_t bytes) {
+absl::Status HostChannel::Write(const uint8_t* data, size_t bytes) {
   Shared& s = shared();
   while (bytes > 0) {
     const uint32_t at = position_ % kRing;
@@ -78,7 +104,7 @@ absl::Status RankChannel::Write(const uint8_t* data, size_t bytes) {
   return absl::OkStatus();
 }
 
-absl::Status RankChannel::Read(uint8_t* data, size_t bytes) {
+absl::Status HostChannel::Read(uint8_t* data, size_t bytes) {
   Shared& s = shared();
   while (bytes > 0) {
     const uint32_t at = position_ % kRing;
@@ -96,7 +122,7 @@ absl::Status RankChannel::Read(uint8_t* data, size_t bytes) {
   return absl::OkStatus();
 }
 
-absl::Status RankChannel::Send(absl::Span<const uint8_t> message) {
+absl::Status HostChannel::Send(absl::Span<const uint8_t> message) {
   SLUICE_CHECK(rank() == 0, "rank 0 sends");
   const auto bytes = static_cast<uint32_t>(message.size());
   ++messages_;
@@ -104,7 +130,7 @@ absl::Status RankChannel::Send(absl::Span<const uint8_t> message) {
   return Write(message.data(), message.size());
 }
 
-absl::StatusOr<absl::Span<const uint8_t>> RankChannel::Receive() {
+absl::StatusOr<absl::Span<const uint8_t>> HostChannel::Receive() {
   SLUICE_CHECK(rank() != 0, "rank 0 sends");
   uint32_t bytes = 0;
   SLUICE_RETURN_IF_ERROR(Read(reinterpret_cast<uint8_t*>(&bytes), sizeof(bytes)));
@@ -114,9 +140,9 @@ absl::StatusOr<absl::Span<const uint8_t>> RankChannel::Receive() {
   return absl::MakeConstSpan(message_);
 }
 
-void RankChannel::Done() { HostRanks::Post(shared().done[rank()], messages_); }
+void HostChannel::Done() { HostRanks::Post(shared().done[rank()], messages_); }
 
-absl::Status RankChannel::AwaitDone(uint32_t messages) {
+absl::Status HostChannel::AwaitDone(uint32_t messages) {
   for (int rank = 1; rank < size(); ++rank) {
     SLUICE_RETURN_IF_ERROR(
         Await(shared().done[rank], messages, rank, options_.deadline, "the end of an order"));
@@ -124,13 +150,22 @@ absl::Status RankChannel::AwaitDone(uint32_t messages) {
   return absl::OkStatus();
 }
 
-absl::Status RankChannel::Meet(absl::Duration timeout) {
+absl::Status HostChannel::Meet(absl::Duration timeout) {
   Shared& s = shared();
   HostRanks::Post(s.meets[rank()], ++meetings_);
   for (int other = 0; other < size(); ++other) {
     SLUICE_RETURN_IF_ERROR(Await(s.meets[other], meetings_, other, timeout, "the start"));
   }
   return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<RankChannel>> JoinHostChannel(const HostChannelOptions& options) {
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
+                          HostRanks::Join({options.name, options.rank, options.size,
+                                           sizeof(HostChannel::Shared), options.join_timeout}));
+  return std::make_unique<HostChannel>(options, std::move(host));
 }
 
 }  // namespace sluice

@@ -28,12 +28,17 @@
 
 namespace sluice {
 
+class RankMembers;
+
 struct RankGroupOptions {
   int rank = 0;
   int size = 1;
   // The name under which the ranks of one host meet, unique among the groups of that host; letters,
   // digits, '-' and '_'.
   std::string name;
+  // The ranks have met already, perhaps from several hosts, and know one another by this, which
+  // outlives the group. Null: they meet in the memory of one host.
+  RankMembers* members = nullptr;
   // The time within which all ranks must have joined.
   absl::Duration join_timeout = absl::Seconds(60);
   // The time for which an operation waits for a rank that is alive. A rank that has ended is

@@ -19,8 +19,10 @@ absl::StatusOr<HintPart> HintPartOf(const ModelConfig& whole, int rank, int rank
 }
 
 absl::StatusOr<HeadPlaces> HeadPlacesOf(const ModelConfig& whole, const CacheLayout& own,
-                                        const SharedArenas& arenas, int ranks) {
+                                        const SharedArenas* arenas, FarHeads* far, int ranks) {
+  SLUICE_CHECK(arenas != nullptr || far != nullptr, "somebody writes to the other ranks");
   HeadPlaces out;
+  if (arenas == nullptr) out.far = far;
   out.layout = own;
   for (CacheKind& kind : out.layout.kinds) {
     const int own_heads = kind.heads;
@@ -32,7 +34,13 @@ absl::StatusOr<HeadPlaces> HeadPlacesOf(const ModelConfig& whole, const CacheLay
       for (int head = 0; head < own_heads; ++head) {
         HeadPlaces::Place& place = places[part.first + static_cast<size_t>(head)];
         place.head = head;
-        place.distances.push_back(arenas.Of(rank) - arenas.Of(0));
+        if (arenas != nullptr) {
+          place.distances.push_back(arenas->Of(rank) - arenas->Of(0));
+        } else if (rank == 0) {
+          place.distances.push_back(0);
+        } else {
+          place.far_ranks.push_back(rank);
+        }
       }
     }
   }

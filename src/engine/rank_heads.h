@@ -5,6 +5,7 @@
 #include "absl/status/statusor.h"
 #include "src/device/shared_arenas.h"
 #include "src/kv/cache_layout.h"
+#include "src/kv/far_heads.h"
 #include "src/kv/head_places.h"
 #include "src/kv/selection_hints.h"
 #include "src/model/model_config.h"
@@ -15,9 +16,10 @@ namespace sluice {
 // ShardOf's.
 absl::StatusOr<HintPart> HintPartOf(const ModelConfig& whole, int rank, int ranks);
 
-// Returns where the heads are, whose ranks' pools begin where `arenas` do. `own` is the layout of a
-// rank's pool.
+// Returns where the heads are, whose ranks' pools begin where `arenas` do; where there are none,
+// rank 0 sees its own pool alone, and `far` writes to the others'. `own` is the layout of a rank's
+// pool.
 absl::StatusOr<HeadPlaces> HeadPlacesOf(const ModelConfig& whole, const CacheLayout& own,
-                                        const SharedArenas& arenas, int ranks);
+                                        const SharedArenas* arenas, FarHeads* far, int ranks);
 
 }  // namespace sluice

@@ -104,7 +104,7 @@ absl::StatusOr<std::unique_ptr<ChunkLanding>> ChunkLanding::Begin(TransferStore*
                                                                   uint64_t payload_bytes,
                                                                   uint64_t max_chunk_bytes) {
   std::unique_ptr<ChunkLanding> landing(new ChunkLanding(store, h, payload_bytes));
-  size_t kind = 0;
+  size_t& kind = landing->kind_;
   {
     TransferStore::Lock lock(store);
     SLUICE_ASSIGN_OR_RETURN(std::shared_ptr<Transfer> transfer, store->FindLocked(h.transfer_id));
@@ -120,13 +120,18 @@ absl::StatusOr<std::unique_ptr<ChunkLanding>> ChunkLanding::Begin(TransferStore*
     transfer->Renew(lock.now());
     landing->transfer_ = std::move(transfer);
   }
-  landing->FindPieces(kind);
+  landing->FindPieces();
+  if (const HeadPlaces* const places = landing->transfer_->places();
+      places != nullptr && places->far != nullptr) {
+    landing->far_ = places->far->Begin();
+  }
   return landing;
 }
 
 // Runs outside the store's lock: while this landing lives, nobody else takes the pages or its
 // claims.
-void ChunkLanding::FindPieces(size_t kind) {
+void ChunkLanding::FindPieces() {
+  const size_t kind = kind_;
   HomeRange range;
   range.layer = static_cast<int>(header_.layer);
   range.kind = kind;
@@ -146,13 +151,13 @@ void ChunkLanding::FindPieces(size_t kind) {
     const Piece::Use use = claimed == index    ? Piece::Use::kWrite
                            : at.block < shared ? Piece::Use::kIgnore
                                                : Piece::Use::kCompare;
-    const std::vector<std::ptrdiff_t>* const ranks =
-        places == nullptr ? nullptr : &places->places[kind][static_cast<size_t>(at.head)].distances;
-    if (!pieces_.empty() && pieces_.back().use == use && pieces_.back().ranks == ranks &&
+    const HeadPlaces::Place* const place =
+        places == nullptr ? nullptr : &places->places[kind][static_cast<size_t>(at.head)];
+    if (!pieces_.empty() && pieces_.back().use == use && pieces_.back().place == place &&
         pieces_.back().target + pieces_.back().bytes == at.data) {
       pieces_.back().bytes += at.bytes;
     } else {
-      pieces_.push_back({at.data, at.bytes, use, ranks});
+      pieces_.push_back({at.data, at.bytes, use, place});
     }
   };
   transfer_->home->ForEachPiece(range, visit, places);
@@ -161,7 +166,7 @@ void ChunkLanding::FindPieces(size_t kind) {
 
 void ChunkLanding::Use(const Piece& piece, uint64_t offset, absl::Span<const uint8_t> bytes) {
   static const std::vector<std::ptrdiff_t> kHere = {0};
-  for (const std::ptrdiff_t distance : piece.ranks == nullptr ? kHere : *piece.ranks) {
+  for (const std::ptrdiff_t distance : piece.place == nullptr ? kHere : piece.place->distances) {
     uint8_t* const target = piece.target + distance + offset;
     if (piece.use == Piece::Use::kCompare) {
       differs_ = differs_ || std::memcmp(target, bytes.data(), bytes.size()) != 0;
@@ -170,6 +175,11 @@ void ChunkLanding::Use(const Piece& piece, uint64_t offset, absl::Span<const uin
       // half the time and leave the CPU's caches to the decode that runs meanwhile.
       StreamCopy(target, bytes.data(), bytes.size());
     }
+  }
+  if (far_ == nullptr || piece.use == Piece::Use::kIgnore) return;
+  const auto at = static_cast<uint64_t>(piece.target - transfer_->home->pool()->base(kind_));
+  for (const int rank : piece.place->far_ranks) {
+    far_->Write(rank, kind_, at + offset, bytes, piece.use == Piece::Use::kCompare);
   }
 }
 
@@ -226,6 +236,10 @@ absl::StatusOr<uint64_t> ChunkLanding::Finish() {
                                          h.crc32c, ", the payload has ", crc_, "; send it again")),
         reasons::kChecksumMismatch);
   }
+  if (far_ != nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(const bool differs, far_->Finish());
+    differs_ = differs_ || differs;
+  }
   absl::Status poisoned;
   {
     TransferStore::Lock lock(store_);
@@ -261,6 +275,7 @@ absl::StatusOr<uint64_t> ChunkLanding::Finish() {
 }
 
 ChunkLanding::~ChunkLanding() {
+  far_.reset();  // before the pages may be another's
   if (transfer_ != nullptr) store_->EndLanding(std::move(transfer_), claimed_);
 }
 

@@ -3,6 +3,9 @@
 // Blocks that the transfer shares with other sequences are there from its beginning. Bytes for them
 // are read and dropped, and their checksum does not matter.
 //
+// Bytes for ranks on other hosts go on their way at once (far_heads.h). Finish and the destructor
+// wait for them to arrive.
+//
 // Locking: Begin, Finish and the destructor take the store's lock for a moment. Append takes none:
 // the blocks that a landing has claimed are its own until it is gone, and a transfer's pages are
 // not given back, nor handed to the engine, while a landing of it lives. One thread at a time.
@@ -16,6 +19,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "src/kv/far_heads.h"
+#include "src/kv/head_places.h"
 
 namespace sluice {
 
@@ -68,6 +73,7 @@ class ChunkLanding {
   //   INVALID_ARGUMENT     bytes are missing
   //   DATA_LOSS            the checksum does not hold; the blocks stay missing (CHECKSUM_MISMATCH)
   //   NOT_FOUND            the transfer has ended meanwhile (TRANSFER_NOT_FOUND)
+  //   UNAVAILABLE          a rank that has some of the heads is lost (RANK_LOST)
   //   FAILED_PRECONDITION  the blocks landed before with other bytes: the transfer is poisoned
   // Call it at most once after all bytes are there. Bytes that went nowhere are not compared.
   absl::StatusOr<uint64_t> Finish();
@@ -80,21 +86,23 @@ class ChunkLanding {
     // The block landed before, and its bytes are compared; or other sequences share it, and they
     // are ignored: another node's kernels may make others of the same tokens.
     enum class Use { kWrite, kCompare, kIgnore } use;
-    // Says how far from `target` each rank has the head, where ranks divide the model; else null.
-    const std::vector<std::ptrdiff_t>* ranks = nullptr;
+    // Says where each rank has the head, where ranks divide the model; else null.
+    const HeadPlaces::Place* place = nullptr;
   };
   // Compares or writes bytes of the payload that begin `offset` bytes into a piece.
   void Use(const Piece& piece, uint64_t offset, absl::Span<const uint8_t> bytes);
   ChunkLanding(TransferStore* store, const ChunkHeader& header, uint64_t payload_bytes)
       : store_(store), header_(header), left_(payload_bytes) {}
   // Fills pieces_ from header_ and claimed_.
-  void FindPieces(size_t kind);
+  void FindPieces();
 
   TransferStore* const store_;
   const ChunkHeader header_;
   std::shared_ptr<Transfer> transfer_;  // null until Begin has succeeded
   std::vector<size_t> claimed_;         // blocks that this landing writes, in the payload's order
   std::vector<Piece> pieces_;
+  size_t kind_ = 0;
+  std::unique_ptr<FarWrites> far_;  // null: this process sees every rank's memory
   size_t piece_ = 0;
   uint64_t offset_ = 0;  // inside pieces_[piece_]
   uint64_t left_ = 0;

@@ -108,6 +108,7 @@ PagePool::PagePool(std::string name, const TierShape& shape, const std::vector<i
   for (size_t kind = 0; kind < pages.size(); ++kind) {
     if (!shared_) align();
     base_.push_back(next);
+    kind_bytes_.push_back(static_cast<uint64_t>(pages[kind] * layout_.kinds[kind].page_bytes()));
     if (!shared_) next += pages[kind] * layout_.kinds[kind].page_bytes();
     KindState state;
     state.pages = pages[kind];

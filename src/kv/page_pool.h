@@ -135,6 +135,8 @@ class PagePool {
   const CacheLayout& layout() const { return layout_; }
   // Returns the first byte of a kind's pages. Page p lies at base(kind) + p * page_bytes.
   uint8_t* base(size_t kind) const { return base_[kind]; }
+  // Returns the bytes of a kind's pages; where kinds share the arena, those of any of them.
+  uint64_t kind_bytes(size_t kind) const { return kind_bytes_[kind]; }
   uint8_t* PageAddress(size_t kind, int32_t page) const {
     return base_[kind] + page * layout_.kinds[kind].page_bytes();
   }
@@ -215,6 +217,7 @@ class PagePool {
   const double overcommit_;
   const bool shared_;
   std::vector<uint8_t*> base_;
+  std::vector<uint64_t> kind_bytes_;
   bool follows_ = false;
   mutable absl::Mutex mutex_;
   std::optional<PageSlabs> slabs_ ABSL_GUARDED_BY(mutex_);  // only if kinds share the arena

@@ -73,7 +73,8 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
   if (ranks_.channel != nullptr) {
     SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks_.channel, &config_));
-    if (ranks_.rows == nullptr) {
+    SLUICE_RETURN_IF_ERROR(CompareModels(*ranks_.channel, model_->fingerprint()));
+    if (ranks_.rows == nullptr && ranks_.link == nullptr) {
       SLUICE_ASSIGN_OR_RETURN(ranks_.arenas, MakeArenas(*ranks_.channel, config_));
     }
   }
@@ -161,9 +162,10 @@ absl::Status DecodeNode::MakeTransfers() {
   };
   table.hint_tokens = ServedPolicy().hint_tokens();
   table.hint_queries = ServedPolicy().hint_queries();
-  if (ranks_.arenas != nullptr) {
+  if (ranks_.channel != nullptr && ranks_.rows == nullptr) {
+    FarHeads* const far = ranks_.link == nullptr ? nullptr : ranks_.link->far();
     SLUICE_ASSIGN_OR_RETURN(table.places, HeadPlacesOf(model_->whole_config(), dram_->layout(),
-                                                       *ranks_.arenas, RanksOf(config_)));
+                                                       ranks_.arenas.get(), far, RanksOf(config_)));
     table.await_free_pages = [leader = leader_.get()] { return leader->AwaitFreePages(); };
   }
   table.quotas = &quotas_;

@@ -5,6 +5,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 #include "src/server/decode_metrics.h"
+#include "src/server/ranks.h"
 #include "src/service/wire/host_port.h"
 #include "src/service/wire/status_mapping.h"
 
@@ -17,7 +18,8 @@ absl::StatusOr<std::unique_ptr<FollowerPort>> FollowerPort::Open(const Config& c
   SLUICE_ASSIGN_OR_RETURN(port->security_, SetUpSecurity(config));
   absl::StatusOr<HostPort> address = ParseHostPort(config.admin_listen());
   if (!address.ok()) return WithMessagePrefix(address.status(), "admin_listen");
-  if (address->port != 0) address->port = static_cast<uint16_t>(address->port + config.rank());
+  if (address->port != 0 && RanksOfHost(config) > 1)
+    address->port = static_cast<uint16_t>(address->port + config.rank());
   port->metrics_.SetBuildInfo({Version(), parts.model->config().name, parts.device->name(),
                                parts.device->kernels().name(), parts.memory->policy->name()});
   AdminHttp::Options options;

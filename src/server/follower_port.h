@@ -26,8 +26,9 @@ class FollowerPort {
     const NodeMemory* memory = nullptr;
     const RankGroup* ranks = nullptr;
   };
-  // Opens the port of admin_listen, plus the rank, so that ranks may share their settings and their
-  // host; port 0 takes a free one. Without admin_listen there is none. The error names the setting.
+  // Opens the port of admin_listen, plus the rank where ranks share a host, so that they may share
+  // their settings too; port 0 takes a free one. Without admin_listen there is none. The error
+  // names the setting.
   static absl::StatusOr<std::unique_ptr<FollowerPort>> Open(const Config& config,
                                                             const Parts& parts);
 

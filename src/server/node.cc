@@ -99,7 +99,9 @@ absl::Status Node::LoadModel(int max_rows, int max_logits) {
   SLUICE_ASSIGN_OR_RETURN(device_, NewDevice(config_, &why));
   Log(LogLevel::kInfo, "device chosen", {{"device", device_->name()}, {"why", why}});
   if (RanksOf(config_) > 1) {
-    SLUICE_ASSIGN_OR_RETURN(ranks_, JoinNodeRanks(&config_, device_.get()));
+    SLUICE_ASSIGN_OR_RETURN(ranks_,
+                            JoinNodeRanks(&config_, device_.get(),
+                                          {security_.tls, security_.access(), access_log_.get()}));
   }
   SLUICE_ASSIGN_OR_RETURN(
       model_, sluice::LoadModel(config_, max_rows, max_logits, device_.get(), ranks_.group.get()));

@@ -21,7 +21,9 @@
 #include "src/server/auto_policy.h"
 #include "src/server/follower_port.h"
 #include "src/server/model_setup.h"
+#include "src/server/security.h"
 #include "src/server/speculation.h"
+#include "src/service/wire/host_port.h"
 
 namespace sluice {
 namespace {
@@ -50,6 +52,11 @@ std::string MeetingName(const Config& config, const char* what) {
   return name;
 }
 
+bool LeaderIsLoopback(const Config& config) {
+  const auto leader = ParseHostPort(config.leader());
+  return leader.ok() && IsLoopback(leader->host);
+}
+
 // Checks what ranks cannot share that have sequences of their own.
 absl::Status CheckOwnSequences(Config* config) {
   if (config->local_prefill() != "always") {
@@ -69,6 +76,16 @@ int RanksOf(const Config& config) {
 }
 
 bool DividesExperts(const Config& config) { return config.expert_parallel() > 1; }
+
+bool MeetByGrpc(const Config& config) {
+  if (RanksOf(config) == 1) return false;
+  if (config.rank_transport() != "auto") return config.rank_transport() == "grpc";
+  return !LeaderIsLoopback(config);
+}
+
+int RanksOfHost(const Config& config) {
+  return MeetByGrpc(config) && !LeaderIsLoopback(config) ? 1 : RanksOf(config);
+}
 
 absl::Status ApplyWorkerSet(Config* config) {
   if (RanksOf(*config) == 1 || !config->leader().empty()) return absl::OkStatus();
@@ -145,9 +162,9 @@ std::vector<int> CpusOfRank(std::vector<Cpu> cpus, int rank, int ranks) {
 }
 
 void DivideCpus(Config* config) {
-  if (RanksOf(*config) == 1) return;
+  if (RanksOfHost(*config) == 1) return;
   const std::vector<int> own =
-      CpusOfRank(UsableCpus(), static_cast<int>(config->rank()), RanksOf(*config));
+      CpusOfRank(UsableCpus(), static_cast<int>(config->rank()), RanksOfHost(*config));
   if (own.empty()) {
     if (config->threads() == 0) config->set_threads(1);
     return;
@@ -161,10 +178,11 @@ void DivideCpus(Config* config) {
 }
 
 void DivideMemory(const Config& config, MemoryFound* found) {
-  found->host.total_bytes /= RanksOf(config);
-  found->host.available_bytes /= RanksOf(config);
+  found->host.total_bytes /= RanksOfHost(config);
+  found->host.available_bytes /= RanksOfHost(config);
   struct statvfs shared {};
-  if (RanksOf(config) == 1 || DividesExperts(config) || statvfs("/dev/shm", &shared) != 0) return;
+  if (RanksOf(config) == 1 || MeetByGrpc(config) || DividesExperts(config)) return;
+  if (statvfs("/dev/shm", &shared) != 0) return;
   found->shared_bytes = static_cast<int64_t>(shared.f_bavail) *
                         static_cast<int64_t>(shared.f_frsize) / RanksOf(config);
 }
@@ -194,32 +212,70 @@ absl::Status ShareSettings(RankChannel& channel, Config* config) {
   leaders.set_kernels(config->kernels());
   leaders.set_threads(config->threads());
   leaders.set_admin_listen(config->admin_listen());
+  // Hosts have certificates of their own. A rank that has none takes rank 0's files.
+  if (!config->tls_cert().empty()) {
+    leaders.set_tls_cert(config->tls_cert());
+    leaders.set_tls_key(config->tls_key());
+    leaders.set_tls_ca(config->tls_ca());
+    leaders.set_access_file(config->access_file());
+  }
   *config = std::move(leaders);
   return absl::OkStatus();
 }
 
-absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device) {
+absl::Status CompareModels(RankChannel& channel, const std::string& fingerprint) {
+  if (channel.rank() == 0) {
+    return channel.Send({reinterpret_cast<const uint8_t*>(fingerprint.data()), fingerprint.size()});
+  }
+  SLUICE_ASSIGN_OR_RETURN(const absl::Span<const uint8_t> bytes, channel.Receive());
+  const std::string leads(bytes.begin(), bytes.end());
+  if (leads == fingerprint) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("model: rank 0 has the fingerprint ", leads,
+                                                 ", and rank ", channel.rank(), " ", fingerprint,
+                                                 ": give every rank the same checkpoint"));
+}
+
+absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device, const RankPort& port) {
   NodeRanks ranks;
-  RankChannel::Options channel;
-  channel.name = MeetingName(*config, "plans");
-  channel.rank = static_cast<int>(config->rank());
-  channel.size = RanksOf(*config);
-  channel.join_timeout = kStartTime;
-  SLUICE_ASSIGN_OR_RETURN(ranks.channel, RankChannel::Join(channel));
-  SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks.channel, config));
   RankGroupOptions group;
   group.name = MeetingName(*config, "group");
-  group.rank = channel.rank;
-  group.size = channel.size;
+  group.rank = static_cast<int>(config->rank());
+  group.size = RanksOf(*config);
   group.join_timeout = kStartTime;
   if (device->name() == "cuda") group.deadline = kGpuDeadline;
+  if (MeetByGrpc(*config)) {
+    RankLink::Options link;
+    link.leader = config->leader();
+    link.rank = group.rank;
+    link.size = group.size;
+    link.version = Version();
+    link.join_timeout = kStartTime;
+    link.tls = port.tls;
+    link.access = port.access;
+    link.access_log = port.access_log;
+    SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<RankLink> joined, RankLink::Join(link));
+    ranks.link = joined.get();
+    ranks.channel = std::move(joined);
+    group.members = ranks.link;
+  } else {
+    HostChannelOptions channel;
+    channel.name = MeetingName(*config, "plans");
+    channel.rank = group.rank;
+    channel.size = group.size;
+    channel.join_timeout = kStartTime;
+    SLUICE_ASSIGN_OR_RETURN(ranks.channel, JoinHostChannel(channel));
+  }
+  SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks.channel, config));
   SLUICE_ASSIGN_OR_RETURN(ranks.group, device->JoinRanks(group));
   ranks.channel->EndWith(ranks.group.get());
   if (DividesExperts(*config)) {
     ranks.rows =
         std::make_unique<RankRows>(ranks.group.get(), static_cast<int>(config->max_sequences()));
   }
-  Log(LogLevel::kInfo, "ranks joined", {{"rank", config->rank()}, {"ranks", channel.size}});
+  Log(LogLevel::kInfo, "ranks joined",
+      {{"rank", config->rank()},
+       {"ranks", group.size},
+       {"transport", ranks.link == nullptr ? "shm" : "grpc"}});
   return ranks;
 }
 
@@ -232,19 +288,27 @@ absl::Status AwaitRanks(RankChannel& channel) { return channel.Meet(kLoadTime); 
 
 absl::Status RunFollower(Config config, Signals& signals) {
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, NewDevice(config));
-  SLUICE_ASSIGN_OR_RETURN(NodeRanks ranks, JoinNodeRanks(&config, device.get()));
+  const TlsFiles tls = TlsFilesOf(config);
+  if (tls.enabled()) SLUICE_RETURN_IF_ERROR(CheckTlsFiles(tls));
+  SLUICE_ASSIGN_OR_RETURN(NodeRanks ranks, JoinNodeRanks(&config, device.get(), {tls}));
   const StepRows step = StepRowsOf(config);
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<Model> model,
       LoadModel(config, step.rows, step.logits, device.get(), ranks.group.get()));
   // The sizes of the KV caches are rank 0's.
   SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks.channel, &config));
-  if (ranks.rows == nullptr) {
+  SLUICE_RETURN_IF_ERROR(CompareModels(*ranks.channel, model->fingerprint()));
+  const bool has_caches = ranks.rows == nullptr;  // what comes to the node is for every rank
+  if (has_caches && ranks.link == nullptr) {
     SLUICE_ASSIGN_OR_RETURN(ranks.arenas, MakeArenas(*ranks.channel, config));
   }
   SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory,
                           NewNodeMemory(config, *model, device.get(), ranks.arenas.get()));
-  if (ranks.arenas != nullptr) memory.dram->FollowRankZero();
+  std::unique_ptr<RankLink::Landing> landing;
+  if (has_caches) memory.dram->FollowRankZero();
+  if (has_caches && ranks.link != nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(landing, ranks.link->LandIn(*memory.dram));
+  }
   SLUICE_RETURN_IF_ERROR(AwaitRanks(*ranks.channel));
   RankFollower::Options options;
   SLUICE_ASSIGN_OR_RETURN(

@@ -17,6 +17,8 @@
 #include "src/engine/rank_rows.h"
 #include "src/server/cache_sizes.h"
 #include "src/server/signals.h"
+#include "src/service/access/tls_files.h"
+#include "src/service/ranks/rank_link.h"
 
 namespace sluice {
 
@@ -24,6 +26,12 @@ namespace sluice {
 int RanksOf(const Config& config);
 // Returns whether ranks divide the experts, and each has sequences of its own.
 bool DividesExperts(const Config& config);
+// Returns whether the ranks meet by gRPC, and not in /dev/shm (rank_transport).
+bool MeetByGrpc(const Config& config);
+// Returns how many ranks divide what a process finds on its host: all, or this one alone. Ranks
+// that meet by gRPC at another address than a loopback one are taken to have a machine, or a
+// container, each.
+int RanksOfHost(const Config& config);
 
 // Fills in what LeaderWorkerSet tells a pod (LWS_LEADER_ADDRESS, LWS_WORKER_INDEX), where the node
 // has several ranks and the settings say nothing. INVALID_ARGUMENT: a variable is no number.
@@ -41,22 +49,32 @@ std::vector<int> CpusOfRank(std::vector<Cpu> cpus, int rank, int ranks);
 // host do not compute on each other's. Where there are fewer cpus than ranks, a rank computes with
 // one thread unless `threads` says otherwise.
 void DivideCpus(Config* config);
-// Leaves a rank its share of the host's memory, and of /dev/shm where DRAM lies there.
+// Leaves a rank its share of the host's memory, as of its cpus, and of /dev/shm where DRAM lies
+// there.
 void DivideMemory(const Config& config, MemoryFound* found);
 
 // A rank has these beside what a node has that is alone.
 struct NodeRanks {
   std::unique_ptr<RankChannel> channel;
-  std::unique_ptr<SharedArenas> arenas;  // their DRAM, once its size is known
+  RankLink* link = nullptr;              // the channel, where ranks meet by gRPC
+  std::unique_ptr<SharedArenas> arenas;  // else their DRAM, once its size is known
   std::unique_ptr<RankGroup> group;
   std::unique_ptr<RankRows> rows;  // null: every rank has a part of every sequence
 };
+// What guards the port at which ranks meet by gRPC. All outlive the ranks.
+struct RankPort {
+  TlsFiles tls;
+  const Access* access = nullptr;
+  AccessLog* access_log = nullptr;
+};
 // Waits for the other ranks, and has rank 0 tell them its settings: on the others `config` is then
-// rank 0's, but for what is a rank's own. Returns the errors of HostRanks::Join and
-// Device::JoinRanks.
-absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device);
+// rank 0's, but for what is a rank's own. Returns the errors of HostRanks::Join or RankLink::Join,
+// and of Device::JoinRanks.
+absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device, const RankPort& port);
 // Has rank 0 tell the others its settings, or takes them over.
 absl::Status ShareSettings(RankChannel& channel, Config* config);
+// Has every rank compare its model with rank 0's. INVALID_ARGUMENT: it has another one.
+absl::Status CompareModels(RankChannel& channel, const std::string& fingerprint);
 // Makes the DRAM of all ranks, which have to call it at the same time. REQUIRES: dram_bytes is a
 // number, the same on every rank.
 absl::StatusOr<std::unique_ptr<SharedArenas>> MakeArenas(RankChannel& channel,

@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/server/ranks.h"
 #include "src/service/wire/host_port.h"
 
 namespace sluice {
@@ -17,7 +18,8 @@ namespace {
 // Logs one line at the start, so that nobody finds out later that a node was open to a network.
 void WarnWhereOpen(const Config& config) {
   std::vector<std::string> open;
-  for (const std::string& address : {config.listen(), config.admin_listen()}) {
+  const std::string leader = MeetByGrpc(config) && config.rank() == 0 ? config.leader() : "";
+  for (const std::string& address : {config.listen(), config.admin_listen(), leader}) {
     if (address.empty()) continue;
     const auto parsed = ParseHostPort(address);
     if (parsed.ok() && !IsLoopback(parsed->host)) open.push_back(address);
@@ -31,11 +33,15 @@ void WarnWhereOpen(const Config& config) {
 
 }  // namespace
 
+TlsFiles TlsFilesOf(const Config& config) {
+  return {config.tls_cert(), config.tls_key(), config.tls_ca(),
+          config.tls_client_certificate() == "required",
+          absl::Seconds(config.security_reload_seconds())};
+}
+
 absl::StatusOr<Security> SetUpSecurity(const Config& config) {
   Security out;
-  out.tls = {config.tls_cert(), config.tls_key(), config.tls_ca(),
-             config.tls_client_certificate() == "required",
-             absl::Seconds(config.security_reload_seconds())};
+  out.tls = TlsFilesOf(config);
   if (config.tls_cert().empty() != config.tls_key().empty()) {
     return absl::InvalidArgumentError("tls_cert and tls_key go together: give both or neither");
   }

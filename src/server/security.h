@@ -17,6 +17,8 @@ struct Security {
   const Access* access() const { return tls.enabled() ? file.get() : nullptr; }
 };
 
+TlsFiles TlsFilesOf(const Config& config);
+
 // Reads and checks the files. Logs a warning if the node would listen to other machines without
 // TLS. The error names the setting.
 absl::StatusOr<Security> SetUpSecurity(const Config& config);

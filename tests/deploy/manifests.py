@@ -91,7 +91,13 @@ class Workload:
 
     @property
     def ranks(self) -> int:
-        return int(self.env.get("SLUICE_TENSOR_PARALLEL", 1))
+        """Returns how many ranks run in the container."""
+        return 1 if self.by_grpc else int(self.env.get("SLUICE_TENSOR_PARALLEL", 1))
+
+    @property
+    def by_grpc(self) -> bool:
+        """Returns whether it is one rank of a node whose others are in pods of their own."""
+        return self.env.get("SLUICE_RANK_TRANSPORT") == "grpc"
 
     @property
     def env(self) -> dict[str, str]:
@@ -117,8 +123,8 @@ def workloads(docs: list[dict]) -> list[Workload]:
 
 
 def nodes_of(docs: list[dict]) -> list[Workload]:
-    """Returns the containers that run a program of ours."""
-    found = [w for w in workloads(docs) if w.program.startswith("sluice-")]
+    """Returns the containers that run a program of ours and serve; a rank other than 0 in a pod of its own does not."""
+    found = [w for w in workloads(docs) if w.program.startswith("sluice-") and "grpc" in w.ports]
     assert {w.program for w in found} == {"sluice-server", "sluice-prefill"}
     return found
 

@@ -171,6 +171,21 @@ def test_the_network_lets_through_what_the_nodes_need_and_nothing_else(overlay):
             assert allowed(policies, "ingress", router, stranger, pod.ports["http"])
 
 
+def test_ranks_in_pods_of_their_own_reach_one_another_and_nobody_else_does(overlay):
+    docs = documents(overlay)
+    policies = of_kind(docs, "NetworkPolicy")
+    ranks = [w for w in workloads(docs) if w.by_grpc]
+    others = [w.labels for w in workloads(docs) if not w.by_grpc] + [{"app.kubernetes.io/name": "other"}]
+    for one in ranks:
+        port = ranks[0].ports["ranks"]
+        for other in ranks:
+            assert allowed(policies, "ingress", one.labels, other.labels, port)
+            assert allowed(policies, "egress", one.labels, other.labels, port)
+        for stranger in others:
+            assert not allowed(policies, "ingress", one.labels, stranger, port)
+    assert ranks or overlay != "ranks-hosts"
+
+
 def test_a_pool_has_the_decode_nodes_and_its_picker_and_gateway_reach_their_ports(overlay):
     docs = documents(overlay)
     policies = of_kind(docs, "NetworkPolicy")

@@ -93,7 +93,8 @@ def plan_bytes(config: dict) -> dict[str, float]:
         model = ROOT / "tests/fixtures" / name
     flags = [f"--{key.replace('_', '-')}={config[key]}" for key in
              ("max_context", "max_sequences", "chunk_tokens", "policy", "budget_tokens", "hbm_bytes", "dram_bytes",
-              "tensor_parallel", "leader") if config[key]]
+              "tensor_parallel") if config[key]]
+    flags.append(f"--leader={config['leader'] or 'rank-0:7900'}")  # LeaderWorkerSet gives one where there is none
     done = run(BIN / "sluice-server", "--model", model, "--load-format", "dummy", "--device", "cpu", "--threads", "2",
                "--policy-workers", "2", "--print-plan", *flags, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -154,6 +155,28 @@ def test_ranks_share_a_container_a_pod_and_its_memory(tmp_path):
         watched = [endpoint["port"] for monitor in of_kind(documents(overlay), "PodMonitor")
                    for endpoint in monitor["spec"]["podMetricsEndpoints"]]
         assert sorted(watched) == sorted(port for port in node.ports if port.startswith("admin"))
+
+
+def test_ranks_in_pods_of_their_own_have_what_their_leader_has(tmp_path):
+    """The worker of a group differs from its leader in what it serves, and takes all else from it or from the group."""
+    for overlay in OVERLAYS:
+        docs = documents(overlay)
+        ranks = [w for w in workloads(docs) if w.by_grpc]
+        if not ranks:
+            assert overlay != "ranks-hosts"
+            continue
+        leader, worker = ranks
+        group = leader.owner["spec"]["leaderWorkerTemplate"]
+        assert group["size"] == int(leader.env["SLUICE_TENSOR_PARALLEL"]) == int(worker.env["SLUICE_TENSOR_PARALLEL"])
+        assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+        assert worker.container["resources"] == leader.container["resources"]
+        assert set(leader.ports) - set(worker.ports) == {"grpc", "ranks"} and worker.ports.items() <= leader.ports.items()
+        # The environment of a LeaderWorkerSet gives leader and rank, and the configuration must not.
+        for node in ranks:
+            config = config_of(docs, node, tmp_path)
+            assert (config["leader"] or "", config["rank"], config["rank_transport"]) == ("", 0, "grpc")
+        source = (ROOT / "src/server/ranks.cc").read_text()
+        assert f'kWorkerSetPort[] = ":{leader.ports["ranks"]}"' in source
 
 
 class Container:

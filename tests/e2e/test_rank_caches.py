@@ -15,7 +15,7 @@ from sluice_client import rpc
 from support.failpoint_lab import Stream
 from support.metrics_text import Scrape
 from support.nodes import DEVICE, SCALE, TIMEOUT_S, Golden, error_of, greedy, matching_steps, tokens_of
-from support.rank_lab import END_S, EXACT, FLUSH_S, PRECISION, AdminPort, Ranks, starting_ranks
+from support.rank_lab import END_S, EXACT, FLUSH_S, PRECISION, TRANSPORTS, AdminPort, Ranks, starting_ranks
 from support.transfers import Part, Transfer, committed
 
 Code = grpc.StatusCode
@@ -25,15 +25,16 @@ LONG = 1500
 PREFILL = [*PRECISION, "--hbm-bytes", "64MiB"]
 
 
-@pytest.fixture(name="ranks")
-def _ranks(tiny_models, tmp_path):
-    yield from starting_ranks(tiny_models, tmp_path)
+@pytest.fixture(name="ranks", params=TRANSPORTS)
+def _ranks(request, tiny_models, tmp_path):
+    yield from starting_ranks(tiny_models, tmp_path, request.param)
 
 
-@pytest.fixture(scope="module", name="node")
-def _node(tiny_models, tmp_path_factory):
+@pytest.fixture(scope="module", name="node", params=TRANSPORTS)
+def _node(request, tiny_models, tmp_path_factory):
     """A node of two ranks that the tests share."""
-    made = Ranks(tiny_models("tiny-llama"), tmp_path_factory.mktemp("ranks"), 2, "--prefix-cache=false")
+    made = Ranks(tiny_models("tiny-llama"), tmp_path_factory.mktemp("ranks"), 2, "--prefix-cache=false",
+                 transport=request.param)
     yield made.leader
     made.leader.settled()
     made.leader.process.terminate()

@@ -1,5 +1,6 @@
 """A model that several processes divide among them (tensor_parallel, expert_parallel): answers, ends, refusals."""
 
+import os
 import signal
 import subprocess
 import threading
@@ -12,7 +13,8 @@ from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
 from support.nodes import (BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, TIMEOUT_S, Node, error_of, free_port, greedy, run,
                            tokens_of)
-from support.rank_lab import END_S, FLUSH_S, Ranks, starting_ranks
+from support.pki import Pki, write_access
+from support.rank_lab import END_S, FLUSH_S, TRANSPORTS, Ranks, starting_ranks
 from support.rank_lab import EXACT as SHARED
 
 Code = grpc.StatusCode
@@ -21,9 +23,14 @@ EXACT = [*SHARED, *COMPUTES]
 PROMPTS = [[(7 * i * j + 3) % 500 for i in range(n)] for j, n in enumerate((1, 5, 40, 200), start=1)]
 
 
-@pytest.fixture(name="ranks")
-def _ranks(tiny_models, tmp_path):
-    yield from starting_ranks(tiny_models, tmp_path)
+@pytest.fixture(name="ranks", params=TRANSPORTS)
+def _ranks(request, tiny_models, tmp_path):
+    yield from starting_ranks(tiny_models, tmp_path, request.param)
+
+
+@pytest.fixture(name="by_grpc")
+def _by_grpc(tiny_models, tmp_path):
+    yield from starting_ranks(tiny_models, tmp_path, "grpc")
 
 
 def requests():
@@ -199,16 +206,64 @@ def test_the_plan_shows_ranks_of_experts(tiny_models):
     assert refused.returncode == 1 and "8 experts, which 3 ranks cannot divide evenly" in refused.stderr
 
 
-def test_a_leader_worker_set_gives_the_ranks_their_names(tiny_models, tmp_path):
+# A name that only ranks of one host can share, and one at which rank 0 listens: for each a loopback address of its own.
+@pytest.mark.parametrize("transport,flags", [("shm", []), ("grpc", ["--rank-transport", "grpc"])])
+def test_a_leader_worker_set_gives_the_ranks_their_names(transport, flags, tiny_models, tmp_path):
     model = tiny_models("tiny-llama")
-    base = [str(BIN / "sluice-server"), "--model", str(model), "--device", DEVICE, *EXACT, "--tensor-parallel", "2"]
-    env = ENVIRONMENT | {"LWS_LEADER_ADDRESS": f"test-{free_port()}"}
-    follower = subprocess.Popen([*base, "--admin-listen", "127.0.0.1:0"], stdout=subprocess.DEVNULL,
+    base = [str(BIN / "sluice-server"), "--model", str(model), "--device", DEVICE, *EXACT, *flags,
+            "--tensor-parallel", "2"]
+    host = f"127.{os.getpid() % 250 + 1}.{free_port() % 250}.{1 + TRANSPORTS.index(transport)}"
+    env = ENVIRONMENT | {"LWS_LEADER_ADDRESS": host}
+    log = (tmp_path / "follower.log").open("w")
+    follower = subprocess.Popen([*base, "--admin-listen", "127.0.0.1:0"], stdout=log,
                                 stderr=subprocess.STDOUT, env=env | Ranks.env(1) | {"LWS_WORKER_INDEX": "1"})
     node = Node("sluice-server", model, tmp_path, *base[5:], env=env | Ranks.env(0) | {"LWS_WORKER_INDEX": "0"})
     try:
         tokens, _ = tokens_of(node.decode.Generate(next(iter(requests())), timeout=TIMEOUT_S))
         assert len(tokens) == 40
+        assert f'"transport":"{transport}"' in node.log.read_text()
     finally:
         assert node.stop() == 0
         assert follower.wait(END_S) == 0
+
+
+# ---- Between hosts ----
+
+def follower_of(model, *flags):
+    """Runs a rank that is refused; returns how it ended."""
+    return run(BIN / "sluice-server", "--model", model, "--device", DEVICE, *SHARED, *COMPUTES, "--tensor-parallel", "2",
+               "--rank", "1", "--rank-transport", "grpc", *flags)
+
+
+def test_ranks_prove_who_they_are(by_grpc, tiny_models, tmp_path):
+    pki = Pki(tmp_path / "pki")
+    cert, key = pki.issue("decode-0")
+    stranger = pki.issue("stranger")
+    access = write_access(tmp_path / "access.json", certificates=[
+        {"identity": "cn:decode-0", "roles": ["decode"]}, {"identity": "cn:router", "roles": ["router", "operator"]}])
+
+    def tls(pair):
+        return ["--tls-cert", str(pair[0]), "--tls-key", str(pair[1]), "--tls-ca", str(pki.ca), "--access-file", str(access)]
+
+    leader = f"127.0.0.1:{free_port()}"
+    ended = []
+    refused = threading.Thread(target=lambda: ended.append(
+        follower_of(tiny_models("tiny-llama"), "--leader", leader, *tls(stranger))))
+    refused.start()  # waits for a leader, which does not know it
+    node = by_grpc("tiny-llama", 2, *COMPUTES, *tls((cert, key)), leader=leader, credentials=pki.credentials("router"))
+    refused.join(TIMEOUT_S)
+    assert ended[0].returncode == 1 and "stranger" in ended[0].stderr, ended[0]
+    assert len(answers(node.leader)) == 2 * len(PROMPTS)
+    node.leader.process.terminate()
+    assert node.statuses() == [0, 0]
+
+
+def test_a_rank_with_another_model_is_refused(by_grpc, tiny_models):
+    with pytest.raises(AssertionError) as started:
+        by_grpc("tiny-llama", 2, *COMPUTES, models={1: tiny_models("tiny-qwen3")})
+    assert "rank 1 " in str(started.value)
+
+
+def test_a_rank_without_a_leader_gives_up(tiny_models):
+    done = follower_of(tiny_models("tiny-llama"), "--leader", "127.0.0.1:1x")
+    assert done.returncode == 1 and "leader" in done.stderr, done

@@ -22,7 +22,7 @@ namespace sluice::testing {
 namespace {
 
 absl::StatusOr<std::unique_ptr<RankChannel>> JoinChannel(const RankGroupOptions& rank) {
-  return RankChannel::Join(
+  return JoinHostChannel(
       {rank.name + "-plans", rank.rank, rank.size, rank.join_timeout, rank.deadline});
 }
 
@@ -162,7 +162,8 @@ Node::Node(const NodeOptions& o) {
   }
   if (arenas_ != nullptr) {
     const ModelConfig& whole = model_->whole_config();
-    transfers.places = OrFail(HeadPlacesOf(whole, dram_->layout(), *arenas_, o.ranks->size));
+    transfers.places =
+        OrFail(HeadPlacesOf(whole, dram_->layout(), arenas_.get(), nullptr, o.ranks->size));
     transfers.await_free_pages = [this] { return leader_->AwaitFreePages(); };
   }
   transfers.model_fingerprint = model_->fingerprint();

@@ -83,8 +83,12 @@ class CpuRankGroup : public RankGroup {
 
   // Notices a rank that ends or stands still while nobody waits for it.
   void Watch() {
+    RankMembers* const members = options_.members;
     while (!stop_.WaitForNotificationWithTimeout(kLook) && status().ok()) {
       host_->Look(options_.still_limit).IgnoreError();
+      if (members != nullptr && !members->failure().ok()) {
+        host_->Fail(members->failure()).IgnoreError();
+      }
     }
     if (!status().ok()) health_->FailWith(status());
   }
@@ -381,6 +385,11 @@ class CpuRankGroup : public RankGroup {
 absl::StatusOr<std::unique_ptr<RankGroup>> JoinCpuRanks(const RankGroupOptions& options,
                                                         DeviceHealth* health) {
   SLUICE_RETURN_IF_ERROR(CheckRankGroupOptions(options));
+  if (options.members != nullptr && !options.members->OneHost()) {
+    return absl::InvalidArgumentError(
+        "device: ranks on the cpu exchange their sums through the memory of one host, and these "
+        "see several: start all of them on one host, with one /dev/shm, or give each a GPU");
+  }
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<HostRanks> host,
       HostRanks::Join({options.name, options.rank, options.size, CpuRankGroup::SharedBytes(options),

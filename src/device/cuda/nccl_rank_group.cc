@@ -37,23 +37,19 @@ constexpr absl::Duration kConnect = absl::Seconds(30);
 // way for each.
 constexpr size_t kAhead = 16;
 
-// The ranks share this beside HostRanks' own.
-struct Shared {
-  RankWord id_there;
-  ncclUniqueId id;
-  RankWord left[kMaxRanks];  // whether the rank needs nobody any more
-  PeerMemory::Meeting peers;
-};
+static_assert(sizeof(ncclUniqueId) <= RankMembers::kMaxSharedBytes);
 
 ncclDataType_t TypeOf(DType type) { return type == DType::kFloat32 ? ncclFloat32 : ncclBfloat16; }
 
 class NcclRankGroup : public RankGroup {
  public:
+  // `host` is null where the options have members.
   NcclRankGroup(const RankGroupOptions& options, std::unique_ptr<HostRanks> host, const Nccl* nccl,
                 DeviceHealth* health)
       : RankGroup(options.rank, options.size),
         options_(options),
         host_(std::move(host)),
+        members_(host_ != nullptr ? *host_ : *options.members),
         nccl_(*nccl),
         health_(health) {}
 
@@ -63,12 +59,7 @@ class NcclRankGroup : public RankGroup {
       peers_->Unmap();  // before the others free it
     }
     if (watch_.joinable()) {
-      HostRanks::Post(shared().left[rank()], 1);
-      for (int other = 0; other < size() && !health_->failed(); ++other) {
-        if (other != rank()) {
-          host_->AwaitFor(shared().left[other], 1, other, kLeave).IgnoreError();
-        }
-      }
+      members_.Part(health_->failed() ? absl::ZeroDuration() : kLeave);
       {
         absl::MutexLock lock(&mutex_);
         stop_ = true;
@@ -87,7 +78,12 @@ class NcclRankGroup : public RankGroup {
   absl::Status Connect() {
     SLUICE_RETURN_IF_ERROR(ConnectNccl());
     if (options_.peer_bytes == 0 || size() == 1) return absl::OkStatus();
-    auto peers = PeerMemory::Make(host_.get(), &shared().peers,
+    if (host_ == nullptr) {
+      Log(LogLevel::kInfo, "ranks that meet by gRPC exchange by NCCL alone",
+          {{"group", options_.name}});
+      return absl::OkStatus();
+    }
+    auto peers = PeerMemory::Make(host_.get(), reinterpret_cast<PeerMemory::Meeting*>(host_->data()),
                                   static_cast<int64_t>(options_.peer_bytes) / (size() - 1));
     SLUICE_RETURN_IF_ERROR(status());
     if (!peers.ok()) {
@@ -126,29 +122,27 @@ class NcclRankGroup : public RankGroup {
   }
 
   void Abort(const std::string& why) override {
-    health_->FailWith(host_->Fail(RankLost(rank(), "gave up: " + why)));
+    health_->FailWith(members_.Fail(RankLost(rank(), "gave up: " + why)));
   }
   absl::Status status() const override {
-    SLUICE_RETURN_IF_ERROR(host_->failure());
+    SLUICE_RETURN_IF_ERROR(members_.failure());
     return health_->status();  // The watching thread tells the others a little later.
   }
-  int alive() const override { return host_->Alive(); }
+  int alive() const override { return members_.Alive(); }
 
  private:
-  Shared& shared() const { return *reinterpret_cast<Shared*>(host_->data()); }
-
   absl::Status ConnectNccl() {
+    ncclUniqueId id = {};
     if (rank() == 0) {
-      const ncclResult_t result = nccl_.get_unique_id(&shared().id);
-      if (result != ncclSuccess) return host_->Fail(absl::InternalError(Text("an id", result)));
-      HostRanks::Post(shared().id_there, 1);
+      const ncclResult_t result = nccl_.get_unique_id(&id);
+      if (result != ncclSuccess) return members_.Fail(absl::InternalError(Text("an id", result)));
     }
-    SLUICE_RETURN_IF_ERROR(
-        host_->Await(shared().id_there, 1, 0, options_.join_timeout, "NCCL's id"));
+    SLUICE_RETURN_IF_ERROR(members_.Share(
+        absl::MakeSpan(reinterpret_cast<uint8_t*>(&id), sizeof(id)), options_.join_timeout));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     absl::MutexLock lock(&mutex_);
-    const ncclResult_t result = nccl_.init(&comm_, size(), shared().id, rank(), &config);
+    const ncclResult_t result = nccl_.init(&comm_, size(), id, rank(), &config);
     SLUICE_RETURN_IF_ERROR(Settle("a communicator", result, options_.join_timeout));
     watch_ = std::thread([this] { Watch(); });
     return absl::OkStatus();
@@ -187,9 +181,9 @@ class NcclRankGroup : public RankGroup {
   }
   // Returns why the group cannot go on, or OK.
   absl::Status Trouble() const {
-    SLUICE_RETURN_IF_ERROR(host_->failure());
+    SLUICE_RETURN_IF_ERROR(members_.failure());
     SLUICE_RETURN_IF_ERROR(health_->status());
-    return host_->Look(options_.still_limit);
+    return members_.Look(options_.still_limit);
   }
 
   // Returns why NCCL failed: with the rank that has ended, if one has, else in NCCL's words.
@@ -224,7 +218,7 @@ class NcclRankGroup : public RankGroup {
   // Aborts the communicator, on a thread of its own: the call ends what runs on the GPU at once,
   // but does not return while there are programs with the group's operations.
   void Fail(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    health_->FailWith(host_->Fail(why));
+    health_->FailWith(members_.Fail(why));
     if (peers_ != nullptr) peers_->Stop();
     if (comm_ == nullptr) return;
     abort_ = std::thread([this, comm = std::exchange(comm_, nullptr)] { nccl_.abort(comm); });
@@ -339,7 +333,8 @@ class NcclRankGroup : public RankGroup {
   }
 
   const RankGroupOptions options_;
-  const std::unique_ptr<HostRanks> host_;
+  const std::unique_ptr<HostRanks> host_;  // null: the ranks have met elsewhere
+  RankMembers& members_;
   const Nccl& nccl_;
   DeviceHealth* const health_;
 
@@ -359,9 +354,12 @@ absl::StatusOr<std::unique_ptr<RankGroup>> JoinNcclRanks(const RankGroupOptions&
                                                          DeviceHealth* health) {
   SLUICE_RETURN_IF_ERROR(CheckRankGroupOptions(options));
   SLUICE_ASSIGN_OR_RETURN(const Nccl* nccl, LoadNccl());
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
-                          HostRanks::Join({options.name, options.rank, options.size, sizeof(Shared),
-                                           options.join_timeout}));
+  std::unique_ptr<HostRanks> host;
+  if (options.members == nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(
+        host, HostRanks::Join({options.name, options.rank, options.size,
+                               sizeof(PeerMemory::Meeting), options.join_timeout}));
+  }
   const auto limit_stalls = [&](absl::Duration limit) {
     health->SetStall(
         limit, RankLost(options.rank,

@@ -61,6 +61,10 @@ constexpr Rule kRules[] = {
     {"/sluice.v1.KvSource/Renew", kDecodesOrRouters},
     {"/sluice.v1.KvSource/Release", kDecodesOrRouters},
 
+    // Ranks of one node, which all are decode nodes to others.
+    {"/sluice.v1.RankService/Join", kDecodes},
+    {"/sluice.v1.RankService/Land", kDecodes},
+
     {"/sluice.v1.Admin/GetModel", kAnybody},
     {"/sluice.v1.Admin/GetCapacity", kWatchers},
     {"/sluice.v1.Admin/ListSequences", kWatchers},

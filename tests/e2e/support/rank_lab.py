@@ -37,24 +37,28 @@ class AdminPort:
 
 
 class Ranks:
-    """A running node of several ranks. `failpoints`: rank -> terms."""
+    """A running node of several ranks. `failpoints`: rank -> terms; `models`: rank -> another folder."""
 
-    def __init__(self, model, folder, size, *flags, failpoints=None, dram="64MiB", hbm="128MiB"):
+    def __init__(self, model, folder, size, *flags, transport="auto", failpoints=None, dram="64MiB", hbm="128MiB",
+                 leader=None, models=None, credentials=None):
         sizes = {"--dram-bytes": dram, "--hbm-bytes": hbm}
         exact = [sizes.get(before, flag) for before, flag in zip(["", *EXACT], EXACT)]
         division = "--expert-parallel" if "deepseek" in model.name else "--tensor-parallel"
-        shared = [*exact, division, str(size), "--leader", f"127.0.0.1:{free_port()}", *flags]
+        shared = [*exact, division, str(size), "--leader", leader or f"127.0.0.1:{free_port()}", "--rank-transport", transport,
+                  *flags]
         terms = {rank: ["--failpoints", text] for rank, text in (failpoints or {}).items()}
         self.followers, self.logs = [], []
         for rank in range(1, size):
             self.logs.append(folder / f"rank{rank}.log")
             with self.logs[-1].open("w") as log:
                 self.followers.append(subprocess.Popen(
-                    [str(BIN / "sluice-server"), "--model", str(model), "--device", DEVICE, "--rank", str(rank),
+                    [str(BIN / "sluice-server"), "--model", str((models or {}).get(rank, model)), "--device", DEVICE,
+                     "--rank", str(rank),
                      "--admin-listen", "127.0.0.1:0", *shared, *terms.get(rank, [])], stdout=log, stderr=subprocess.STDOUT,
                     env=ENVIRONMENT | self.env(rank)))
         try:
-            self.leader = Node("sluice-server", model, folder, *shared, *terms.get(0, []), env=self.env(0))
+            self.leader = Node("sluice-server", model, folder, *shared, *terms.get(0, []), env=self.env(0),
+                               credentials=credentials)
         except BaseException:
             for follower in self.followers:
                 follower.kill()
@@ -85,14 +89,17 @@ class Ranks:
         self.leader.channel.close()
 
 
-def starting_ranks(tiny_models, folder):
+TRANSPORTS = ["shm", "grpc"]
+
+
+def starting_ranks(tiny_models, folder, transport):
     """Yields ranks(name, size, *flags, **more) -> Ranks, which end with the test."""
     made = []
 
     def begin(name, size, *flags, **more):
         own = folder / str(len(made))
         own.mkdir()
-        made.append(Ranks(tiny_models(name), own, size, *flags, **more))
+        made.append(Ranks(tiny_models(name), own, size, *flags, **{"transport": transport} | more))
         return made[-1]
 
     yield begin

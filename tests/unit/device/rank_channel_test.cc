@@ -21,7 +21,7 @@ namespace sluice {
 namespace {
 
 absl::StatusOr<std::unique_ptr<RankChannel>> Join(const RankGroupOptions& options) {
-  return RankChannel::Join(
+  return JoinHostChannel(
       {options.name, options.rank, options.size, options.join_timeout, absl::Seconds(5)});
 }
 

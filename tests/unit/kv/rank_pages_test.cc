@@ -62,15 +62,61 @@ CacheLayout OneHead() {
   return {2, {kv}};
 }
 
-TEST_CASE("chunks land in the pools of the ranks that have their heads") {
+// Stands for ranks on other hosts: writes arrive when they are finished, or not at all.
+class FakeFar : public FarHeads {
+ public:
+  explicit FakeFar(const std::vector<std::unique_ptr<PagePool>>* ranks) : ranks_(*ranks) {}
+  std::unique_ptr<FarWrites> Begin() override { return std::make_unique<Writes>(this); }
+  bool lost = false;
+  int open = 0;  // that have not ended
+
+ private:
+  struct Write {
+    uint8_t* to;
+    std::vector<uint8_t> bytes;
+    bool compare;
+  };
+  class Writes : public FarWrites {
+   public:
+    explicit Writes(FakeFar* far) : far_(*far) { ++far_.open; }
+    ~Writes() override { --far_.open; }
+    void Write(int rank, size_t kind, uint64_t offset, absl::Span<const uint8_t> bytes,
+               bool compare) override {
+      SLUICE_CHECK(rank > 0 && offset + bytes.size() <= far_.ranks_[0]->kind_bytes(kind));
+      all_.push_back({far_.ranks_[static_cast<size_t>(rank)]->base(kind) + offset,
+                      std::vector<uint8_t>(bytes.begin(), bytes.end()), compare});
+    }
+    absl::StatusOr<bool> Finish() override {
+      if (far_.lost) return absl::UnavailableError("rank 2 is lost");
+      bool differs = false;
+      for (const auto& [to, bytes, compare] : all_) {
+        if (compare) differs = differs || std::memcmp(to, bytes.data(), bytes.size()) != 0;
+        if (!compare) std::memcpy(to, bytes.data(), bytes.size());
+      }
+      return differs;
+    }
+
+   private:
+    FakeFar& far_;
+    std::vector<FakeFar::Write> all_;
+  };
+  const std::vector<std::unique_ptr<PagePool>>& ranks_;
+};
+
+void LandOnRanks(bool far_away) {
   // Three ranks: the first head is on rank 0, the second on ranks 1 and 2.
   std::vector<std::unique_ptr<PagePool>> ranks;
   for (int rank = 0; rank < 3; ++rank) ranks.push_back(MakePool("dram", OneHead(), 64 << 10));
   const auto distance = [&](size_t rank) { return ranks[rank]->base(0) - ranks[0]->base(0); };
+  FakeFar far(&ranks);
   HeadPlaces places;
   places.layout = OneHead();
   places.layout.kinds[0].heads = 2;
   places.places = {{{0, {0}}, {0, {distance(1), distance(2)}}}};
+  if (far_away) {
+    places.places = {{{0, {0}}, {0, {}, {1, 2}}}};
+    places.far = &far;
+  }
   const auto hbm = MakePool("hbm", OneHead(), 64 << 10);
   ManualClock clock;
   TransferTable::Options options;
@@ -118,7 +164,14 @@ TEST_CASE("chunks land in the pools of the ranks that have their heads") {
   REQUIRE(land(0, 2, 0).ok());
   REQUIRE(land(1, 1, 0).ok());  // the second head alone
   CHECK(table.BlocksMissing(reserved->transfer_id) == 2);
+  if (far_away) {  // blocks count when they have arrived
+    far.lost = true;
+    CHECK(absl::IsUnavailable(land(1, 2, 0)));
+    CHECK(table.BlocksMissing(reserved->transfer_id) == 2);
+    far.lost = false;
+  }
   REQUIRE(land(1, 2, 0).ok());
+  CHECK(far.open == 0);
   REQUIRE(table.Commit(reserved->transfer_id, {}, nullptr).ok());
   HandoffRef ref;
   ref.transfer_id = reserved->transfer_id;
@@ -138,7 +191,24 @@ TEST_CASE("chunks land in the pools of the ranks that have their heads") {
       }
     }
   }
+  // Other bytes for a block that has landed poison its transfer, wherever its head is.
+  const auto again = table.Reserve(manifest);
+  REQUIRE(again.ok());
+  const auto poison = [&](uint8_t with) {
+    std::vector<uint8_t> payload(6 * 16, with);
+    const ChunkHeader header{again->transfer_id, 0, "kv", 1, 2, 0, 6, Crc32c(payload)};
+    auto landing = table.BeginChunk(header, payload.size());
+    if (!landing.ok()) return landing.status();
+    (*landing)->Append(payload);
+    return (*landing)->Finish().status();
+  };
+  CHECK(poison(1).ok());
+  CHECK(poison(1).ok());
+  CHECK(absl::IsFailedPrecondition(poison(2)));
 }
+
+TEST_CASE("chunks land in the pools of the ranks that have their heads") { LandOnRanks(false); }
+TEST_CASE("chunks land in the pools of ranks on other hosts") { LandOnRanks(true); }
 
 }  // namespace
 }  // namespace sluice

@@ -19,6 +19,7 @@
 #include "sluice/v1/decode.pb.h"
 #include "sluice/v1/ingest.pb.h"
 #include "sluice/v1/prefill.pb.h"
+#include "sluice/v1/ranks.pb.h"
 #include "sluice/v1/source.pb.h"
 #include "src/service/access/access_rules.h"
 #include "src/service/access/tls_files.h"
@@ -36,6 +37,7 @@ TEST_CASE("every method that is served has a line in the table of roles") {
       v1::RunRequest::descriptor()->file(),
       v1::GetModelRequest::descriptor()->file(),
       v1::DescribeRequest::descriptor()->file(),
+      v1::RankMessage::descriptor()->file(),
       vllm::grpc::engine::SamplingParams::descriptor()->file(),
       sglang::grpc::scheduler::SamplingParams::descriptor()->file()};
   int methods = 0;
@@ -52,7 +54,7 @@ TEST_CASE("every method that is served has a line in the table of roles") {
       ++methods;
     }
   }
-  CHECK(methods >= 37);
+  CHECK(methods >= 39);
   CHECK(!RolesOf("/sluice.v1.Decode/Nonsense").has_value());
   CHECK(!RolesOf("").has_value());
 }
