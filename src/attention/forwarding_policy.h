@@ -28,6 +28,10 @@ class ForwardingPolicy : public AttentionPolicy, public KvAttention, public Late
   }
   int64_t max_tokens() const override { return policy_->max_tokens(); }
   Headroom HeadroomNow() const override { return policy_->HeadroomNow(); }
+  int ranks() const override { return policy_->ranks(); }
+  Headroom HeadroomOf(int rank) const override { return policy_->HeadroomOf(rank); }
+  void UseRank(int rank) override { policy_->UseRank(rank); }
+  int RankOf(int slot) const override { return policy_->RankOf(slot); }
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override {
     return policy_->Admit(slot, context, total, promise, home);

@@ -37,8 +37,19 @@ class SequencePlacement {
   struct Headroom {
     PagePool::Headroom hbm;
     TokensByKind home_tokens;  // tokens that DRAM could take
+    int sequences = 0;         // with several ranks: sequences that run there, or are to run there
   };
   virtual Headroom HeadroomNow() const = 0;
+
+  // Returns how many ranks have sequences of their own, each with pools of its own. A host cache is
+  // of the rank that its pool says (PagePool::rank), and its sequence runs there.
+  virtual int ranks() const { return 1; }
+  // Returns the free capacity of a rank.
+  virtual Headroom HeadroomOf(int /*rank*/) const { return HeadroomNow(); }
+  // Says on which rank Admit places a sequence that has no host cache, from now on.
+  virtual void UseRank(int /*rank*/) {}
+  // Returns the rank that has, or last had, the slot's sequence.
+  virtual int RankOf(int /*slot*/) const { return 0; }
 
   // Places a sequence in `slot`: takes its HBM and starts to copy the first `context` tokens from
   // `home`, the sequence's host cache (null if `context` is 0). With a soft promise it also

@@ -46,6 +46,7 @@ EngineImpl::EngineImpl(const Options& options, const Parts& parts,
   waiting_view_.reserve(options.max_sequences);
   victim_view_.reserve(options.max_sequences);
   admissions_.reserve(options.max_sequences);
+  headroom_.resize(static_cast<size_t>(parts_.policy->ranks()));
   parts_.transfers->SetWake([this] {
     transfers_changed_.store(true, std::memory_order_release);
     inbox_.Wake();
@@ -74,7 +75,6 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
         "keep", absl::StrCat("at most ", absl::FormatDuration(parts_.transfers->max_lease()),
                              " (lease_seconds), found ", absl::FormatDuration(request.keep)));
   }
-  if (parts_.rank_rows != nullptr) SLUICE_RETURN_IF_ERROR(CheckShared(request));
   if (!request.handoff.empty()) return absl::OkStatus();
   if (request.prompt.empty()) {
     return InvalidField("prompt_token_ids", "must not be empty where nothing is handed over");
@@ -92,20 +92,6 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
         reasons::kNoHandoff);
   }
   return CheckPromptFits(request, request.prompt.size());
-}
-
-absl::Status EngineImpl::CheckShared(const Request& request) {
-  if (!request.handoff.empty()) {
-    return InvalidField("handoff",
-                        "this node's experts are divided among ranks, which take no caches over: "
-                        "send the prompt alone");
-  }
-  if (request.keep > absl::ZeroDuration()) {
-    return InvalidField("keep",
-                        "this node's experts are divided among ranks, which keep no caches: leave "
-                        "it out");
-  }
-  return absl::OkStatus();
 }
 
 bool EngineImpl::ComputesPromptOf(const Request& request) const {

@@ -74,8 +74,6 @@ class EngineImpl : public Engine {
   };
 
   absl::Status CheckRequest(const Request& request) const;
-  // Checks that the request needs nothing that ranks of experts do not share (rank_leader.h).
-  static absl::Status CheckShared(const Request& request);
   // Returns the maximum output tokens after a prompt that this node computes itself.
   int64_t LocalMaxTokens(int64_t prompt) const;
   // Checks max_tokens and min_tokens against `most`, the maximum that `why` explains.
@@ -141,7 +139,14 @@ class EngineImpl : public Engine {
   // Returns the event that the first slot on its way in or out waits for, or null.
   Event* PendingSlotEvent();
 
-  bool Admit(Sequence& sequence, Promise promise, absl::Time now);
+  bool Admit(Sequence& sequence, const Admission& admission, absl::Time now);
+  // Has the policy admit the sequence to `slot`, with the beginning of its prompt that is known, if
+  // one is, on the rank that knows it, and else on the rank that the plan says.
+  bool Place(Sequence& sequence, int slot, const Admission& admission);
+  // Returns the rank that has the sequence, or its host cache.
+  int RankOf(const Sequence& sequence) const;
+  // Returns whether a sequence of the rank is on its way out.
+  bool GivesBackOn(int rank) const;
 
   // Sharing of blocks between sequences (prefix_reuse.cc).
   // Gives a sequence that has no caches those of its longest known prefix, as if they had been
@@ -237,6 +242,7 @@ class EngineImpl : public Engine {
   std::vector<WaitingSequence> waiting_view_;
   std::vector<VictimCandidate> victim_view_;
   std::vector<Admission> admissions_;
+  std::vector<AdmissionHeadroom> headroom_;  // of the newest plan, by rank
   int soft_running_ = 0;
   uint64_t next_ticket_ = 1;
   Event* cold_ = nullptr;  // event of a slot that was not warm in the newest plan

@@ -1,6 +1,8 @@
 // Slots of the batch: admission, preemption and the way back, release. The scheduler makes the
 // decisions (src/scheduler/admission.h).
 #include <algorithm>
+#include <array>
+#include <bitset>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -8,6 +10,7 @@
 #include "src/base/error.h"
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
+#include "src/device/rank_group.h"
 #include "src/engine/engine_impl.h"
 #include "src/metrics/metrics.h"
 
@@ -26,21 +29,30 @@ void EngineImpl::Enqueue(Sequence& sequence) {
 
 void EngineImpl::AdmitWaiting(absl::Time now) {
   if (waiting_.empty() || free_slots_.empty()) return;
-  const SequencePlacement::Headroom policy_headroom = parts_.policy->HeadroomNow();
-  AdmissionHeadroom headroom;
-  headroom.firm_tokens = policy_headroom.hbm.firm_tokens;
-  headroom.soft_tokens = policy_headroom.hbm.soft_tokens;
-  headroom.free_tokens = policy_headroom.hbm.free_tokens;
-  headroom.home_tokens = policy_headroom.home_tokens;
-  headroom.slots = static_cast<int>(free_slots_.size());
-  headroom.soft_running = soft_running_ > 0;
+  for (size_t rank = 0; rank < headroom_.size(); ++rank) {
+    const SequencePlacement::Headroom free = parts_.policy->HeadroomOf(static_cast<int>(rank));
+    AdmissionHeadroom& headroom = headroom_[rank];
+    headroom = {};
+    headroom.firm_tokens = free.hbm.firm_tokens;
+    headroom.soft_tokens = free.hbm.soft_tokens;
+    headroom.free_tokens = free.hbm.free_tokens;
+    headroom.home_tokens = free.home_tokens;
+    headroom.sequences = free.sequences;
+  }
   for (const Sequence* sequence : running_) {
+    AdmissionHeadroom& headroom = headroom_[static_cast<size_t>(RankOf(*sequence))];
     headroom.growth_tokens += std::min(sequence->total() - sequence->cached, kGrowthTokens);
+    headroom.soft_running = headroom.soft_running || sequence->soft;
   }
   waiting_view_.clear();
-  size_t with_home = 0;  // the others may be overtaken
+  // On each rank as many are looked at as there are slots, besides those that may be overtaken.
+  std::array<size_t, kMaxRanks> with_home{};
+  const auto enough = [&] {
+    return std::all_of(with_home.begin(), with_home.begin() + std::ssize(headroom_),
+                       [this](size_t count) { return count >= free_slots_.size(); });
+  };
   for (const Sequence* sequence : waiting_) {
-    if (with_home == free_slots_.size()) break;
+    if (enough()) break;
     WaitingSequence view;
     const Footprint footprint =
         parts_.policy->FootprintOf(sequence->home_tokens, sequence->total());
@@ -48,36 +60,62 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
     view.context = Least(view.total, sequence->length);
     view.home = sequence->home == nullptr ? footprint.dram_tokens
                                           : sequence->home->Lacks(footprint.dram_tokens);
-    with_home += view.home == TokensByKind(0) ? 1 : 0;
     view.has_home = sequence->preemptions > 0 && sequence->home != nullptr;
+    view.rank = sequence->home == nullptr ? -1 : RankOf(*sequence);
+    for (size_t rank = 0; rank < headroom_.size() && view.home == TokensByKind(0); ++rank) {
+      if (view.rank < 0 || view.rank == static_cast<int>(rank)) ++with_home[rank];
+    }
     view.preemptions = sequence->preemptions;
     view.preempted = sequence->preempted;
     if (sequence->preemptions > 0) view.preempted += now - sequence->preempted_at;
     waiting_view_.push_back(view);
   }
-  PlanAdmission(headroom, waiting_view_, &admissions_);
+  PlanAdmission(static_cast<int>(free_slots_.size()), absl::MakeSpan(headroom_), waiting_view_,
+                &admissions_);
   size_t next = 0;
-  for (const Admission admission : admissions_) {
-    if (admission == Admission::kWait) {
+  std::bitset<kMaxRanks> lacks;
+  for (const Admission& admission : admissions_) {
+    const auto rank = static_cast<size_t>(admission.rank);
+    if (admission.kind == Admission::kWait || lacks[rank]) {
       ++next;
       continue;
     }
-    const Promise promise = admission == Admission::kFirm ? Promise::kFirm : Promise::kSoft;
     // The plan counts tokens but the pools whole blocks, and a Reserve may have taken DRAM
     // meanwhile.
-    if (!Admit(*waiting_[next], promise, now)) return;
+    if (!Admit(*waiting_[next], admission, now)) {
+      lacks[rank] = headroom_[rank].closed = true;
+      ++next;
+      continue;
+    }
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(next));
   }
+}
+
+int EngineImpl::RankOf(const Sequence& sequence) const {
+  if (sequence.slot >= 0 && slots_[static_cast<size_t>(sequence.slot)] == &sequence) {
+    return parts_.policy->RankOf(sequence.slot);
+  }
+  return sequence.home == nullptr ? 0 : sequence.home->pool()->rank();
+}
+
+bool EngineImpl::GivesBackOn(int rank) const {
+  const auto there = [&](const auto& sequence) { return RankOf(*sequence) == rank; };
+  return std::any_of(preempting_.begin(), preempting_.end(), there) ||
+         std::any_of(leaving_.begin(), leaving_.end(), there);
 }
 
 // A later turn of a kept sequence holds the sequence's host cache, which may be too small for how
 // it goes on. If nothing runs that would give DRAM back, several of them could wait for one another
 // for ever, so the youngest ends.
 void EngineImpl::EndStarved(absl::Time now) {
-  if (!running_.empty() || !preempting_.empty() || !leaving_.empty()) return;
+  if (waiting_.empty()) return;
+  std::bitset<kMaxRanks> busy;
+  for (const Sequence* sequence : running_) busy.set(static_cast<size_t>(RankOf(*sequence)));
   for (auto it = waiting_.rbegin(); it != waiting_.rend(); ++it) {
     Sequence& sequence = **it;
     if (sequence.home == nullptr || sequence.preemptions > 0) continue;
+    const int rank = RankOf(sequence);
+    if (busy[static_cast<size_t>(rank)] || GivesBackOn(rank)) continue;
     const Footprint need = parts_.policy->FootprintOf(sequence.home_tokens, sequence.total());
     const TokensByKind lacks = sequence.home->Lacks(need.dram_tokens);
     if (lacks == TokensByKind(0)) continue;
@@ -96,21 +134,36 @@ void EngineImpl::EndStarved(absl::Time now) {
   }
 }
 
-bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
+bool EngineImpl::Place(Sequence& sequence, int slot, const Admission& admission) {
+  const auto admit = [&] {
+    return parts_.policy->Admit(
+        slot, sequence.home_tokens, sequence.total(),
+        admission.kind == Admission::kFirm ? Promise::kFirm : Promise::kSoft, sequence.home);
+  };
+  parts_.policy->UseRank(admission.rank);
+  if (sequence.seed.has_value() || sequence.home != nullptr) return admit();
+  if (TakePrefix(sequence)) {
+    const int rank = RankOf(sequence);
+    const bool planned = rank == admission.rank;
+    if ((planned || !headroom_[static_cast<size_t>(rank)].closed) && admit()) return true;
+    LeavePrefix(sequence);
+    if (planned) return false;
+  }
+  return admit();
+}
+
+bool EngineImpl::Admit(Sequence& sequence, const Admission& admission, absl::Time now) {
   const int slot = free_slots_.back();
   const bool first = !sequence.seed.has_value();
   const bool alone = first && sequence.home == nullptr;  // nothing was handed over
-  const bool took = alone && TakePrefix(sequence);
-  if (!parts_.policy->Admit(slot, sequence.home_tokens, sequence.total(), promise, sequence.home)) {
-    if (took) LeavePrefix(sequence);
-    return false;
-  }
+  if (!Place(sequence, slot, admission)) return false;
+  sequence.place.reset();
   if (alone) CountReuse(sequence.prompt_length, sequence.reused_tokens);
   free_slots_.pop_back();
   slots_[static_cast<size_t>(slot)] = &sequence;
   sequence.slot = slot;
   sequence.state = Sequence::State::kRunning;
-  sequence.soft = promise == Promise::kSoft;
+  sequence.soft = admission.kind == Admission::kSoft;
   soft_running_ += sequence.soft ? 1 : 0;
   sequence.last_step = launched_steps_;
   running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByTicket),
@@ -148,9 +201,14 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
 
 void EngineImpl::MakeFirm() {
   if (soft_running_ == 0) return;
-  for (Sequence* sequence : running_) {  // oldest first; none is passed that must wait
-    if (!sequence->soft) continue;
-    if (!parts_.policy->MakeFirm(sequence->slot)) return;
+  std::bitset<kMaxRanks> waits;
+  for (Sequence* sequence : running_) {  // oldest first; none is passed on its rank that must wait
+    const auto rank = static_cast<size_t>(RankOf(*sequence));
+    if (!sequence->soft || waits[rank]) continue;
+    if (!parts_.policy->MakeFirm(sequence->slot)) {
+      waits.set(rank);
+      continue;
+    }
     sequence->soft = false;
     --soft_running_;
   }
@@ -160,10 +218,11 @@ bool EngineImpl::GrowOrPreempt(Sequence& sequence) {
   const int64_t most = sequence.cached + static_cast<int64_t>(options_.chunk_tokens);
   if (parts_.policy->Grow(sequence.slot, std::min(sequence.length, most))) return true;
   // A sequence on its way out gives pages back soon.
-  if (!leaving_.empty() || !preempting_.empty()) return false;
+  const int rank = RankOf(sequence);
+  if (GivesBackOn(rank)) return false;
   victim_view_.clear();
   for (const Sequence* running : running_) {
-    victim_view_.push_back({running->ticket, running->soft});
+    victim_view_.push_back({running->ticket, running->soft && RankOf(*running) == rank});
   }
   const int victim = ChooseVictim(victim_view_);
   SLUICE_CHECK(victim >= 0, "firm promises fit together");
@@ -249,9 +308,9 @@ void EngineImpl::ReleaseSlots() {
       if (keeps) {
         parts_.transfers->kept().KeepHome(sequence->keep_id, std::move(home));
       } else if (home != nullptr) {
-        parts_.transfers->prefixes()->Publish(sequence->tenant,
-                                              FirstTokens(*sequence, sequence->share_tokens),
-                                              PrefixCache::Readers::kNone, *home);
+        parts_.transfers->prefixes(home->pool()->rank())
+            ->Publish(sequence->tenant, FirstTokens(*sequence, sequence->share_tokens),
+                      PrefixCache::Readers::kNone, *home);
       }
     }
     FreeSlot(sequence->slot);

@@ -16,14 +16,12 @@
 namespace sluice {
 
 bool EngineImpl::TakePrefix(Sequence& sequence) {
-  PrefixCache* const prefixes = parts_.transfers->prefixes();
-  if (prefixes == nullptr) return false;
-  const int64_t most = parts_.transfers->ShareableTokens(sequence.prompt_length, sequence.total());
-  SharedPrefix prefix = prefixes->Find(sequence.tenant, FirstTokens(sequence, most));
-  if (prefix.empty()) return false;
-  sequence.reused_tokens = prefix.tokens();
-  sequence.context_length = sequence.home_tokens = sequence.cached = prefix.tokens();
-  sequence.home = prefixes->NewSequence(std::move(prefix));
+  sequence.home = parts_.transfers->KnownBeginning(
+      sequence.tenant, FirstTokens(sequence, sequence.prompt_length), sequence.total());
+  if (sequence.home == nullptr) return false;
+  const int64_t known = sequence.home->shared_tokens();
+  sequence.reused_tokens = known;
+  sequence.context_length = sequence.home_tokens = sequence.cached = known;
   return true;
 }
 
@@ -53,22 +51,27 @@ void EngineImpl::ShareHandedOver(Sequence& sequence) {
 // The blocks stay the sequence's own even where others have published the same: those might turn
 // out to be bad, and it has its own.
 void EngineImpl::Publish(Sequence& sequence, int64_t tokens, SequenceCache& cache) {
-  parts_.transfers->prefixes()->Publish(sequence.tenant, FirstTokens(sequence, tokens),
-                                        PrefixCache::Readers::kSome, cache, sequence.id.value());
+  parts_.transfers->prefixes(cache.pool()->rank())
+      ->Publish(sequence.tenant, FirstTokens(sequence, tokens), PrefixCache::Readers::kSome, cache,
+                sequence.id.value());
   sequence.unproven = true;
 }
 
 void EngineImpl::ProvePrefix(Sequence& sequence) {
   if (!sequence.unproven) return;
   sequence.unproven = false;
-  parts_.transfers->prefixes()->Prove(
-      sequence.tenant, FirstTokens(sequence, sequence.prompt_length), sequence.id.value());
+  for (const auto& prefixes : parts_.transfers->all_prefixes()) {  // no other has its number
+    prefixes->Prove(sequence.tenant, FirstTokens(sequence, sequence.prompt_length),
+                    sequence.id.value());
+  }
 }
 
 void EngineImpl::ForgetPrefix(Sequence& sequence) {
-  if (parts_.transfers->prefixes() == nullptr || sequence.tokens.empty()) return;
-  parts_.transfers->prefixes()->Forget(sequence.tenant,
-                                       FirstTokens(sequence, sequence.prompt_length));
+  if (sequence.tokens.empty()) return;
+  // Its blocks may have come from the same sender as what another rank has of them.
+  for (const auto& prefixes : parts_.transfers->all_prefixes()) {
+    prefixes->Forget(sequence.tenant, FirstTokens(sequence, sequence.prompt_length));
+  }
 }
 
 void EngineImpl::SharePrompt(Sequence& sequence) {
@@ -81,7 +84,7 @@ void EngineImpl::SharePrompt(Sequence& sequence) {
 }
 
 void EngineImpl::PlanShare(Sequence& sequence, const FinishInfo& info) {
-  PrefixCache* const prefixes = parts_.transfers->prefixes();
+  PrefixCache* const prefixes = parts_.transfers->prefixes(RankOf(sequence));
   if (prefixes == nullptr || info.reason == FinishInfo::Reason::kError || !sequence.in_batch() ||
       sequence.approximate) {
     return;

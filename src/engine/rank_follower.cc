@@ -137,16 +137,19 @@ absl::Status RankFollower::Release(int slot) {
 }
 
 absl::Status RankFollower::MakeFirm(int slot) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   return parts_.policy->MakeFirm(slot) ? absl::OkStatus() : Differs("made firm", slot);
 }
 
 absl::Status RankFollower::ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   return parts_.policy->ReserveHostCopy(slot, tokens, std::move(prefix))
              ? absl::OkStatus()
              : Differs("given room in DRAM", slot);
 }
 
 absl::Status RankFollower::Evict(int slot, int64_t tokens, RankPages home) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   SLUICE_RETURN_IF_ERROR(Rest(slot));
   if (!home.empty()) parts_.dram->ChoosePages(std::move(home));
   parts_.policy->Evict(slot, tokens);
@@ -155,6 +158,7 @@ absl::Status RankFollower::Evict(int slot, int64_t tokens, RankPages home) {
 
 // Rank 0 keeps the pages.
 absl::Status RankFollower::Detach(int slot) {
+  if (Elsewhere(slot)) return absl::OkStatus();
   SLUICE_RETURN_IF_ERROR(Rest(slot));
   parts_.policy->DetachHostCache(slot).reset();
   held_[static_cast<size_t>(slot)] = false;

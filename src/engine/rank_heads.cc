@@ -47,4 +47,23 @@ absl::StatusOr<HeadPlaces> HeadPlacesOf(const ModelConfig& whole, const CacheLay
   return out;
 }
 
+HeadPlaces PlacesOnRank(const CacheLayout& layout, FarHeads* far, int rank) {
+  HeadPlaces out;
+  out.layout = layout;
+  if (rank > 0) out.far = far;
+  for (const CacheKind& kind : layout.kinds) {
+    std::vector<HeadPlaces::Place>& places = out.places.emplace_back();
+    for (int head = 0; head < kind.heads; ++head) {
+      HeadPlaces::Place& place = places.emplace_back();
+      place.head = head;
+      if (rank == 0) {
+        place.distances.push_back(0);
+      } else {
+        place.far_ranks.push_back(rank);
+      }
+    }
+  }
+  return out;
+}
+
 }  // namespace sluice

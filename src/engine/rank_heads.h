@@ -22,4 +22,8 @@ absl::StatusOr<HintPart> HintPartOf(const ModelConfig& whole, int rank, int rank
 absl::StatusOr<HeadPlaces> HeadPlacesOf(const ModelConfig& whole, const CacheLayout& own,
                                         const SharedArenas* arenas, FarHeads* far, int ranks);
 
+// Returns where all heads of a sequence are that rank `rank` alone has, of pools of this layout.
+// Rank 0 writes to its own pages, and by `far` to those of the others.
+HeadPlaces PlacesOnRank(const CacheLayout& layout, FarHeads* far, int rank);
+
 }  // namespace sluice

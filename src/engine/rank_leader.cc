@@ -12,8 +12,13 @@ RankLeader::RankLeader(AttentionPolicy* policy, RankChannel* channel, RankGroup*
       channel_(channel),
       ranks_(ranks),
       division_(std::move(division)),
+      placements_({policy}),
       warm_(static_cast<size_t>(slots), false),
-      cold_(static_cast<size_t>(slots), false) {}
+      cold_(static_cast<size_t>(slots), false),
+      soft_(static_cast<size_t>(slots), false),
+      counted_(static_cast<size_t>(slots)) {
+  placements_.insert(placements_.end(), division_.others.begin(), division_.others.end());
+}
 
 RankLeader::~RankLeader() {
   plan_.Stop();
@@ -43,39 +48,43 @@ absl::Status RankLeader::AwaitFreePages() {
   return channel_->AwaitDone(message);
 }
 
+bool RankLeader::HasSoft(int rank) const {
+  for (size_t slot = 0; slot < soft_.size(); ++slot) {
+    if (soft_[slot] && RankOf(static_cast<int>(slot)) == rank) return true;
+  }
+  return false;
+}
+
 bool RankLeader::Admit(int slot, int64_t context, int64_t total, Promise promise,
                        std::unique_ptr<SequenceCache>& home) {
+  const auto s = static_cast<size_t>(slot);
   RankAdmission admission{context, total, promise == Promise::kFirm, 0, false, {}};
-  admission.owner = Place(slot, context, total, promise, home);
-  if (admission.owner < 0) return false;
-  if (const SequenceCache* const cache = Elsewhere(slot) ? nullptr : HostCache(slot);
-      division_.rows == nullptr && cache != nullptr) {
+  if (division_.rows != nullptr) {
+    admission.owner = home != nullptr ? home->pool()->rank() : use_rank_;
+    // Who has a soft promise there is the next to get a firm one.
+    if (admission.firm && HasSoft(admission.owner)) return false;
+  }
+  AttentionPolicy& placement = *placements_[static_cast<size_t>(admission.owner)];
+  if (!placement.Admit(slot, context, total, promise, home)) return false;
+  if (division_.rows != nullptr) {
+    division_.rows->Give(slot, admission.owner);
+    counted_[s] =
+        division_.ledger->Count(admission.owner, FootprintOf(context, total).hbm_tokens, total);
+  }
+  if (const SequenceCache* const cache = HostCache(slot); cache != nullptr && TellsPages(slot)) {
     admission.has_home = true;
     admission.home = cache->Describe();
   }
+  soft_[s] = !admission.firm;
+  cold_[s] = true;
   Next().Admit(slot, admission);
-  cold_[static_cast<size_t>(slot)] = true;
   return true;
 }
 
-int RankLeader::Place(int slot, int64_t context, int64_t total, Promise promise,
-                      std::unique_ptr<SequenceCache>& home) {
-  if (division_.rows == nullptr) {
-    return ForwardingPolicy::Admit(slot, context, total, promise, home) ? 0 : -1;
-  }
-  SLUICE_CHECK(context == 0 && home == nullptr, "ranks of experts compute their prompts");
-  const Footprint takes = FootprintOf(0, total);
-  for (const int rank : division_.ledger->RanksFor(takes)) {
-    if (rank == 0 && !ForwardingPolicy::Admit(slot, 0, total, promise, home)) continue;
-    division_.ledger->Admit(slot, rank, takes, total);
-    division_.rows->Give(slot, rank);
-    return rank;
-  }
-  return -1;
-}
-
-SequencePlacement::Headroom RankLeader::HeadroomNow() const {
-  return division_.rows != nullptr ? division_.ledger->Headroom() : ForwardingPolicy::HeadroomNow();
+SequencePlacement::Headroom RankLeader::HeadroomOf(int rank) const {
+  Headroom room = placements_[static_cast<size_t>(rank)]->HeadroomNow();
+  if (division_.ledger != nullptr) room.sequences = division_.ledger->sequences(rank);
+  return room;
 }
 
 void RankLeader::BeginPrompt(int slot, int64_t tokens, int64_t cached) {
@@ -92,14 +101,14 @@ void RankLeader::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
 
 bool RankLeader::Warm(int slot) {
   const auto s = static_cast<size_t>(slot);
-  if (Elsewhere(slot) || !cold_[s]) {
-    if (!Elsewhere(slot) && !ForwardingPolicy::Warm(slot)) return false;
+  if (!cold_[s]) {
+    if (!At(slot).Warm(slot)) return false;
     warm_[s] = true;
     return true;
   }
   {
     absl::MutexLock lock(&frees_mutex_);
-    if (!ForwardingPolicy::Warm(slot)) return false;
+    if (!At(slot).Warm(slot)) return false;
     FreesPages();
   }
   cold_[s] = false;
@@ -110,21 +119,23 @@ bool RankLeader::Warm(int slot) {
 }
 
 bool RankLeader::Grow(int slot, int64_t tokens) {
-  if (!Elsewhere(slot) && !ForwardingPolicy::Grow(slot, tokens)) return false;
+  if (!At(slot).Grow(slot, tokens)) return false;
   Next().Grow(slot, tokens);
   return true;
 }
 
+void RankLeader::Left(int slot) {
+  soft_[static_cast<size_t>(slot)] = false;
+  counted_[static_cast<size_t>(slot)].reset();
+}
+
 void RankLeader::Release(int slot) {
   Next().Release(slot);
-  if (division_.rows != nullptr) {
-    if (!Elsewhere(slot)) ForwardingPolicy::Release(slot);
-    return division_.ledger->Release(slot);
-  }
-  if (HostCache(slot) == nullptr) return ForwardingPolicy::Release(slot);
+  Left(slot);
+  if (HostCache(slot) == nullptr) return At(slot).Release(slot);
   {
     absl::MutexLock lock(&frees_mutex_);
-    ForwardingPolicy::Release(slot);
+    At(slot).Release(slot);
     FreesPages();
   }
   Send();
@@ -135,28 +146,24 @@ absl::Status RankLeader::SlotHealth(int slot) const {
   return Elsewhere(slot) ? absl::OkStatus() : ForwardingPolicy::SlotHealth(slot);
 }
 
-SequenceCache* RankLeader::HostCacheOfPrompt(int slot) {
-  return Elsewhere(slot) ? nullptr : ForwardingPolicy::HostCacheOfPrompt(slot);
-}
-
 bool RankLeader::MakeFirm(int slot) {
-  if (!ForwardingPolicy::MakeFirm(slot)) return false;
+  if (!At(slot).MakeFirm(slot)) return false;
+  soft_[static_cast<size_t>(slot)] = false;
   Next().MakeFirm(slot);
   return true;
 }
 
 bool RankLeader::ReserveHostCopy(int slot, int64_t tokens, SharedPrefix prefix) {
-  if (division_.rows != nullptr) return false;  // ranks of experts keep nothing
-  RankPlanWriter order;                         // the prefix's pages, before the policy has them
+  RankPlanWriter order;  // the prefix's pages, before the policy has them
   order.ReserveHostCopy(slot, tokens, prefix);
-  if (!ForwardingPolicy::ReserveHostCopy(slot, tokens, std::move(prefix))) return false;
+  if (!At(slot).ReserveHostCopy(slot, tokens, std::move(prefix))) return false;
   Next().Append(order);
   return true;
 }
 
 void RankLeader::Evict(int slot, int64_t tokens) {
-  ForwardingPolicy::Evict(slot, tokens);
-  const SequenceCache* const home = HostCache(slot);
+  At(slot).Evict(slot, tokens);
+  const SequenceCache* const home = TellsPages(slot) ? HostCache(slot) : nullptr;
   Next().Evict(slot, tokens, home == nullptr ? RankPages() : home->Describe().pages);
   cold_[static_cast<size_t>(slot)] = true;
 }
@@ -164,10 +171,11 @@ void RankLeader::Evict(int slot, int64_t tokens) {
 // The caches may go to another sequence or back to the pool, after the others have let go of them.
 std::unique_ptr<SequenceCache> RankLeader::DetachHostCache(int slot) {
   Next().Detach(slot);
+  Left(slot);
   std::unique_ptr<SequenceCache> home;
   {
     absl::MutexLock lock(&frees_mutex_);
-    home = ForwardingPolicy::DetachHostCache(slot);
+    home = At(slot).DetachHostCache(slot);
     FreesPages();
   }
   Send();

@@ -6,10 +6,11 @@
 // back are free to its own engine at once, because the others carry out its orders in turn. Whoever
 // else writes to a page waits with AwaitFreePages.
 //
-// Where each rank has sequences of its own, it also chooses the rank of each when it is admitted:
-// of those with room the one that has the fewest. Such ranks do not share yet: caches that are
-// handed over, kept or preempted. No ranks share drafts. A node refuses the settings and requests
-// that would need them.
+// Where each rank has sequences of its own, the leader has pools of every rank's size and a policy
+// on each pair of them, which copies and computes nothing (planning_device.h). They place the
+// sequences of that rank as its own policy does a little later: so the leader knows what is free
+// there, and which pages of the rank's DRAM a sequence has. A sequence with caches runs where they
+// are, and another where the engine says (UseRank). No ranks share drafts.
 #pragma once
 
 #include <memory>
@@ -21,18 +22,20 @@
 #include "src/attention/forwarding_policy.h"
 #include "src/device/rank_channel.h"
 #include "src/device/rank_group.h"
-#include "src/engine/rank_ledger.h"
 #include "src/engine/rank_plan.h"
 #include "src/engine/rank_rows.h"
+#include "src/kv/rank_ledger.h"
 
 namespace sluice {
 
 // How ranks divide sequences.
 struct RankDivision {
   HintPart part;  // the heads of hints that are this rank's
-  // Each rank has sequences of its own: these say which, and what they take of the pools.
+  // Each rank has sequences of its own: these say which, what they take, and how the ranks from 1
+  // on place them. All outlive the leader.
   RankRows* rows = nullptr;  // null: every rank has a part of every sequence
-  std::unique_ptr<RankLedger> ledger;
+  RankLedger* ledger = nullptr;
+  std::vector<AttentionPolicy*> others;
 };
 
 class RankLeader : public ForwardingPolicy, public BatchLog {
@@ -51,15 +54,22 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   int64_t hint_queries() const override {
     return division_.part.QueriesOfAll(ForwardingPolicy::hint_queries());
   }
-  Headroom HeadroomNow() const override;
+  int ranks() const override { return static_cast<int>(placements_.size()); }
+  Headroom HeadroomOf(int rank) const override;
+  void UseRank(int rank) override { use_rank_ = rank; }
+  int RankOf(int slot) const override {
+    return division_.rows == nullptr ? 0 : division_.rows->OwnerOf(slot);
+  }
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override;
   void BeginPrompt(int slot, int64_t tokens, int64_t cached) override;
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
   // A slot that another rank has is warm as soon as it is asked for: that rank waits until it is.
   bool Warm(int slot) override;
+  Event& WarmEvent(int slot) override { return At(slot).WarmEvent(slot); }
   absl::Status SlotHealth(int slot) const override;
-  SequenceCache* HostCacheOfPrompt(int slot) override;
+  const SequenceCache* HostCache(int slot) const override { return At(slot).HostCache(slot); }
+  SequenceCache* HostCacheOfPrompt(int slot) override { return At(slot).HostCacheOfPrompt(slot); }
   bool Grow(int slot, int64_t tokens) override;
   void Release(int slot) override;
   bool MakeFirm(int slot) override;
@@ -76,9 +86,15 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   bool Elsewhere(int slot) const {
     return division_.rows != nullptr && !division_.rows->Owns(slot);
   }
-  // Admits a sequence on one of the ranks, and returns which; -1: none has room.
-  int Place(int slot, int64_t context, int64_t total, Promise promise,
-            std::unique_ptr<SequenceCache>& home);
+  // Returns what places the sequence of a slot: this rank's policy, or the one that stands for
+  // another rank's.
+  AttentionPolicy& At(int slot) const { return *placements_[static_cast<size_t>(RankOf(slot))]; }
+  // Returns whether another rank has a host cache of the slot, whose pages it must be told.
+  bool TellsPages(int slot) const { return division_.rows == nullptr || Elsewhere(slot); }
+  // Forgets the sequence that a slot had.
+  void Left(int slot);
+  // Returns whether a sequence with a soft promise runs on the rank.
+  bool HasSoft(int rank) const;
   // Puts the slots that are known to be warm since the last order into the plan.
   RankPlanWriter& Next();
   void Send();
@@ -86,9 +102,13 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   RankChannel* const channel_;
   RankGroup* const ranks_;
   const RankDivision division_;
+  std::vector<AttentionPolicy*> placements_;  // by rank; one where ranks divide every sequence
+  int use_rank_ = 0;
   RankPlanWriter plan_;
-  std::vector<bool> warm_;  // by slot: to be told
-  std::vector<bool> cold_;  // by slot: whether Warm may give pages back
+  std::vector<bool> warm_;                            // by slot: to be told
+  std::vector<bool> cold_;                            // by slot: whether Warm may give pages back
+  std::vector<bool> soft_;                            // by slot: whether its promise is soft
+  std::vector<std::shared_ptr<const void>> counted_;  // by slot: its share in the ledger
   // Held while pages go back, so that whoever then finds them free finds the message's number too.
   absl::Mutex frees_mutex_;
   uint32_t frees_ ABSL_GUARDED_BY(frees_mutex_) = 0;  // number of the newest message that frees

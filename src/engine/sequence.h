@@ -47,6 +47,7 @@ struct Sequence {
   // The host cache while it waits: the caches of tokens [0, home_tokens), or null.
   std::unique_ptr<SequenceCache> home;
   int64_t home_tokens = 0;
+  std::shared_ptr<const void> place;  // as in ReadySequence, until it is admitted
 
   // Tokens. [0, prompt_length) are the prompt, then comes output. Tokens that a launched step is to
   // choose count in `length`, although the host learns them a step later.

@@ -78,6 +78,7 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.tenant = std::move(ready.tenant);
   sequence.reused_tokens = ready.reused_tokens;
   sequence.home = std::move(ready.home);
+  sequence.place = std::move(ready.place);
   sequence.hints = std::move(ready.hints);
   sequence.home_tokens = ready.context_length;
   sequence.approximate = ready.approximate;

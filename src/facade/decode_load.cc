@@ -16,9 +16,9 @@ constexpr absl::Duration kWindow = absl::Seconds(1);
 
 }  // namespace
 
-DecodeLoad::DecodeLoad(Engine* engine, const PagePool* hbm, const Counter& tokens,
+DecodeLoad::DecodeLoad(Engine* engine, std::vector<const PagePool*> hbm, const Counter& tokens,
                        const Clock* clock)
-    : engine_(engine), hbm_(hbm), tokens_(tokens), clock_(clock), since_(clock->Now()) {}
+    : engine_(engine), hbm_(std::move(hbm)), tokens_(tokens), clock_(clock), since_(clock->Now()) {}
 
 double DecodeLoad::TokensPerSecond() {
   absl::MutexLock lock(&mutex_);
@@ -37,13 +37,14 @@ void DecodeLoad::Ask(std::function<void(const NodeLoad&)> done) {
     load.running = snapshot.running;
     load.waiting = snapshot.waiting;
     load.draining = snapshot.draining;
-    for (size_t kind = 0; kind < hbm_->layout().kinds.size(); ++kind) {
-      const PagePool::Usage usage = hbm_->UsageOf(kind);
+    const PagePool& one = *hbm_.front();
+    for (size_t kind = 0; kind < one.layout().kinds.size(); ++kind) {
+      const PagePool::Usage usage = PagePool::UsageOf(hbm_, kind);
       if (usage.capacity_bytes == 0) continue;
       load.usage = std::max(load.usage, static_cast<double>(usage.used_bytes) /
                                             static_cast<double>(usage.capacity_bytes));
     }
-    load.capacity_tokens = hbm_->capacity_tokens();
+    load.capacity_tokens = one.capacity_tokens() * std::ssize(hbm_);
     load.used_tokens = static_cast<int64_t>(load.usage * static_cast<double>(load.capacity_tokens));
     load.tokens_per_second = TokensPerSecond();
     done(load);

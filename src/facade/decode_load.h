@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -18,7 +19,9 @@ class PagePool;
 class DecodeLoad {
  public:
   // All arguments outlive this. `tokens` counts decoded tokens.
-  DecodeLoad(Engine* engine, const PagePool* hbm, const Counter& tokens, const Clock* clock);
+  // `hbm`: a pool of each rank that has sequences of its own, all of one size; one at least.
+  DecodeLoad(Engine* engine, std::vector<const PagePool*> hbm, const Counter& tokens,
+             const Clock* clock);
 
   // `done` runs on the engine's thread.
   void Ask(std::function<void(const NodeLoad&)> done);
@@ -27,7 +30,7 @@ class DecodeLoad {
   double TokensPerSecond();
 
   Engine* const engine_;
-  const PagePool* const hbm_;
+  const std::vector<const PagePool*> hbm_;
   const Counter& tokens_;
   const Clock* const clock_;
   absl::Mutex mutex_;

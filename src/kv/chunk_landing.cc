@@ -209,7 +209,7 @@ std::vector<ChunkLanding::Target> ChunkLanding::Targets() const {
   std::vector<Target> targets;
   targets.reserve(pieces_.size());
   for (const Piece& piece : pieces_) {
-    SLUICE_CHECK(piece.ranks == nullptr, "other ranks' memory is written by Append alone");
+    SLUICE_CHECK(piece.place == nullptr, "other ranks' memory is written by Append alone");
     targets.push_back({piece.use == Piece::Use::kWrite ? piece.target : nullptr, piece.bytes});
   }
   return targets;

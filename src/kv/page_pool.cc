@@ -317,7 +317,7 @@ void PagePool::TakeChosen(absl::Span<const Extent> extents) {
 
 void PagePool::FollowRankZero() {
   absl::MutexLock lock(&mutex_);
-  for (const KindState& kind : kinds_) SLUICE_CHECK(kind.promised == 0 && !slabs_.has_value());
+  for (const KindState& kind : kinds_) SLUICE_CHECK(kind.promised == 0);
   follows_ = true;
 }
 
@@ -451,6 +451,18 @@ PagePool::Usage PagePool::UsageOf(size_t kind) const {
   const int64_t page_bytes = layout_.kinds[kind].page_bytes();
   return {PagesLeftFor(kind) * page_bytes, (state.promised - state.idle) * page_bytes,
           (state.taken - state.idle) * page_bytes, state.idle * page_bytes};
+}
+
+PagePool::Usage PagePool::UsageOf(absl::Span<const PagePool* const> pools, size_t kind) {
+  Usage sum;
+  for (const PagePool* const pool : pools) {
+    const Usage usage = pool->UsageOf(kind);
+    sum.capacity_bytes += usage.capacity_bytes;
+    sum.reserved_bytes += usage.reserved_bytes;
+    sum.used_bytes += usage.used_bytes;
+    sum.idle_bytes += usage.idle_bytes;
+  }
+  return sum;
 }
 
 std::vector<PageRun> PagePool::FreeRuns(size_t kind) const {

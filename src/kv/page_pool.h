@@ -103,6 +103,11 @@ class PagePool {
   // Gives pages back. They stay promised to the reservation.
   void Give(Reservation& reservation, size_t kind, absl::Span<const int32_t> pages);
 
+  // Says whose arena this is, where ranks have sequences of their own and rank 0 has a pool of each
+  // rank's arena. Set it before the pool is used.
+  void SetRank(int rank) { rank_ = rank; }
+  int rank() const { return rank_; }
+
   // ---- For a rank other than 0, whose pages have rank 0's numbers ----
 
   // Leaves the choice of pages to rank 0's pool of the same shape, which also decides what fits:
@@ -168,6 +173,8 @@ class PagePool {
     int64_t idle_bytes = 0;      // idle pages, which the two above do not count
   };
   Usage UsageOf(size_t kind) const;
+  // Returns the sum over pools, which have the same kinds.
+  static Usage UsageOf(absl::Span<const PagePool* const> pools, size_t kind);
   // Returns the pages that no sequence owns, for tests and checkers that watch them. Where kinds
   // share the arena, a free stretch is listed for each of them.
   std::vector<PageRun> FreeRuns(size_t kind) const;
@@ -218,6 +225,7 @@ class PagePool {
   const bool shared_;
   std::vector<uint8_t*> base_;
   std::vector<uint64_t> kind_bytes_;
+  int rank_ = 0;
   bool follows_ = false;
   mutable absl::Mutex mutex_;
   std::optional<PageSlabs> slabs_ ABSL_GUARDED_BY(mutex_);  // only if kinds share the arena

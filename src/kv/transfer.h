@@ -69,6 +69,7 @@ class Transfer {
   const uint32_t context_length;
   const uint32_t max_new_tokens;
   std::unique_ptr<SequenceCache> home;
+  std::shared_ptr<const void> place;  // RankLedger counts it for as long as this is there; or null
 
   bool approximate = false;          // as in KeptSequence
   const uint32_t reused_tokens = 0;  // leading tokens whose shared blocks count as landed

@@ -34,6 +34,11 @@ absl::Status CheckFirstTokens(const std::vector<OutputToken>& tokens, uint32_t m
   return absl::OkStatus();
 }
 
+std::vector<PagePool*> PoolsOf(PagePool* rank_zero, std::vector<PagePool*> others) {
+  others.insert(others.begin(), rank_zero);
+  return others;
+}
+
 HintBounds BoundsOf(const CacheLayout& layout, uint32_t context_length,
                     const TransferTable::Options& options) {
   HintBounds bounds;
@@ -87,31 +92,75 @@ TransferInfo::State StateOf(const Transfer& transfer) {
 
 TransferTable::TransferTable(Options options, PagePool* dram, const PagePool* hbm, Clock* clock)
     : options_(std::move(options)),
-      dram_(dram),
+      dram_(PoolsOf(dram, options_.other_ranks)),
       hbm_(hbm),
       store_(std::make_unique<TransferStore>(
           TransferStore::Limits{options_.max_open, options_.max_prompt_bytes, options_.retry_after},
           clock)),
-      kept_(store_.get(), &layout(), options_.quotas, options_.max_lease),
-      prefixes_(options_.prefix_cache ? PrefixCache::Create(dram) : nullptr) {}
+      kept_(store_.get(), &layout(), options_.quotas, options_.max_lease) {
+  SLUICE_CHECK(dram_.size() == 1 || options_.ledger != nullptr);
+  SLUICE_CHECK(options_.places.empty() || options_.places.size() == dram_.size());
+  if (!options_.prefix_cache) return;
+  for (PagePool* const pool : dram_) prefixes_.push_back(PrefixCache::Create(pool));
+}
 
 TransferTable::~TransferTable() = default;
 
 void TransferTable::SetWake(std::function<void()> wake) { store_->SetWake(std::move(wake)); }
 
-SharedPrefix TransferTable::FindPrefix(const Manifest& m, int64_t total) {
-  if (prefixes_ == nullptr) return {};
+TransferTable::Choice TransferTable::ChooseRanks(const std::string& tenant,
+                                                 absl::Span<const int32_t> context,
+                                                 const TokensByKind& hbm_tokens) {
+  Choice choice;
+  std::vector<int64_t> shared;
+  for (const std::shared_ptr<PrefixCache>& prefixes : prefixes_) {
+    choice.prefixes.push_back(prefixes->Find(tenant, context));
+    shared.push_back(choice.prefixes.back().tokens());
+  }
+  choice.prefixes.resize(dram_.size());
+  choice.order = {0};
+  if (options_.ledger != nullptr) {
+    choice.order = options_.ledger->RanksFor(hbm_tokens, shared, std::ssize(context));
+  }
+  return choice;
+}
+
+std::unique_ptr<SequenceCache> TransferTable::KnownBeginning(const std::string& tenant,
+                                                             absl::Span<const int32_t> prompt,
+                                                             int64_t total) {
+  if (prefixes_.empty()) return nullptr;
+  const int64_t most = ShareableTokens(std::ssize(prompt), total);
+  Choice choice = ChooseRanks(tenant, prompt.subspan(0, static_cast<size_t>(most)),
+                              options_.footprint(0, total).hbm_tokens);
+  const auto rank = static_cast<size_t>(choice.order.front());
+  SharedPrefix& prefix = choice.prefixes[rank];
+  return prefix.empty() ? nullptr : prefixes_[rank]->NewSequence(std::move(prefix));
+}
+
+std::unique_ptr<SequenceCache> TransferTable::ReserveHome(const Manifest& m, int64_t total,
+                                                          const Footprint& need) {
   const int64_t prompt = std::ssize(m.prompt_token_ids);
   const int64_t most = std::min<int64_t>(m.context_length, ShareableTokens(prompt, total));
   const std::vector<int32_t> tokens(m.prompt_token_ids.begin(), m.prompt_token_ids.begin() + most);
-  return prefixes_->Find(m.tenant, tokens);
+  Choice choice = ChooseRanks(m.tenant, tokens, need.hbm_tokens);
+  if (SLUICE_FAILPOINT(kKvReserve)) return nullptr;
+  for (const int rank : choice.order) {
+    PagePool* const pool = dram_[static_cast<size_t>(rank)];
+    SharedPrefix& prefix = choice.prefixes[static_cast<size_t>(rank)];
+    Reservation reservation = pool->TryReserve(need.dram_tokens - prefix.tokens());
+    if (reservation.empty()) continue;
+    auto home = std::make_unique<SequenceCache>(pool, std::move(reservation), std::move(prefix));
+    home->EnsureTokens(m.context_length);
+    return home;
+  }
+  return nullptr;
 }
 
 absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m) {
   SLUICE_RETURN_IF_ERROR(CheckManifest(m, options_, layout()));
   const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
   const Footprint need = options_.footprint(m.context_length, total);
-  SLUICE_RETURN_IF_ERROR(CheckCouldFit(need, *dram_, *hbm_));
+  SLUICE_RETURN_IF_ERROR(CheckCouldFit(need, *dram_.front(), *hbm_));
   const TransferKey key{m.tenant, m.rendezvous_key};
   std::shared_ptr<Transfer> transfer;
   // Checks whether the table has room for the transfer, and adds it once there is one.
@@ -136,23 +185,28 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
         charge, options_.quotas->TakeDram(
                     m.tenant, static_cast<uint64_t>(layout().BytesFor(need.dram_tokens))));
   }
-  SharedPrefix prefix = FindPrefix(m, total);
-  Reservation reservation = dram_->TryReserve(need.dram_tokens - prefix.tokens());
-  if (SLUICE_FAILPOINT(kKvReserve) || reservation.empty()) {
+  std::unique_ptr<SequenceCache> home = ReserveHome(m, total, need);
+  if (home == nullptr) {
     return ResourceExhausted(
         reasons::kDramFull,
-        absl::StrCat("no room now for the caches of ", dram_->layout().Describe(need.dram_tokens),
-                     " tokens in DRAM; try again later"),
+        absl::StrCat("no room now for the caches of ",
+                     dram_.front()->layout().Describe(need.dram_tokens), " tokens in DRAM",
+                     dram_.size() > 1 ? " of any rank" : "", "; try again later"),
         store_->RetryAfter());
   }
-  const int64_t cached_tokens = prefix.tokens();
-  auto home = std::make_unique<SequenceCache>(dram_, std::move(reservation), std::move(prefix));
-  home->EnsureTokens(m.context_length);
+  std::shared_ptr<const void> place;  // counted at once: others may come while this waits
+  if (options_.ledger != nullptr) {
+    place = options_.ledger->Count(home->pool()->rank(), need.hbm_tokens, total);
+  }
+  const int64_t cached_tokens = home->shared_tokens();
   home->Hold(std::move(charge));
   if (options_.await_free_pages != nullptr) SLUICE_RETURN_IF_ERROR(options_.await_free_pages());
+  const HeadPlaces* const places =
+      options_.places.empty() ? nullptr
+                              : &options_.places[static_cast<size_t>(home->pool()->rank())];
   transfer = std::make_shared<Transfer>(
-      m, std::move(home), m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease,
-      options_.places.has_value() ? &*options_.places : nullptr);
+      m, std::move(home), m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease, places);
+  transfer->place = std::move(place);
   Reserved reserved{transfer->id,         transfer->lease,       options_.max_chunk_bytes,
                     options_.hint_tokens, options_.hint_queries, cached_tokens};
   SLUICE_RETURN_IF_ERROR(enter());  // others may have come meanwhile
@@ -291,11 +345,11 @@ absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId i
   SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, store_->TakeReady(id));
   if (transfer == nullptr) return std::optional<ReadySequence>();
   // It is out of the store and nobody writes to it: this thread alone has it.
-  return std::optional<ReadySequence>(
-      ReadySequence{transfer->id, transfer->tenant, std::move(transfer->prompt),
-                    transfer->context_length, transfer->max_new_tokens, transfer->kept,
-                    std::move(transfer->first_tokens), std::move(transfer->hints),
-                    std::move(transfer->home), transfer->approximate, transfer->reused_tokens});
+  return std::optional<ReadySequence>(ReadySequence{
+      transfer->id, transfer->tenant, std::move(transfer->prompt), transfer->context_length,
+      transfer->max_new_tokens, transfer->kept, std::move(transfer->first_tokens),
+      std::move(transfer->hints), std::move(transfer->home), transfer->approximate,
+      transfer->reused_tokens, std::move(transfer->place)});
 }
 
 void TransferTable::Detach(AttachId id, bool abort_transfer) {

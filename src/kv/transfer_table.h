@@ -41,6 +41,7 @@
 #include "src/kv/manifest.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/prefix_cache.h"
+#include "src/kv/rank_ledger.h"
 #include "src/kv/selection_hints.h"
 #include "src/kv/sequence_cache.h"
 #include "src/kv/transfer.h"
@@ -74,6 +75,8 @@ struct ReadySequence {
   std::unique_ptr<SequenceCache> home;
   bool approximate = false;    // as in KeptSequence
   uint32_t reused_tokens = 0;  // leading tokens that Reserve found here
+  // Counts the sequence where it is to run, until it runs; null where there is one rank.
+  std::shared_ptr<const void> place;
 };
 
 class TransferTable {
@@ -97,15 +100,21 @@ class TransferTable {
     std::function<int(int64_t total)> last_rows;
     // Holds tenants to their share of DRAM; outlives the table. Null: no quotas.
     TenantQuotas* quotas = nullptr;
-    // Where the heads are, of a model that ranks divide; none: all are in the pool's pages.
-    std::optional<HeadPlaces> places;
+    // Where ranks have sequences of their own: the pools of the ranks from 1 on, in whose pages
+    // caches land as in rank 0's, and what says which rank a sequence goes to. All outlive the
+    // table.
+    std::vector<PagePool*> other_ranks;
+    RankLedger* ledger = nullptr;  // null: there is one rank
+    // Where the heads of a model are that ranks divide: of all transfers, or, where ranks have
+    // sequences of their own, of those of each rank. Empty: all are in the pools' pages.
+    std::vector<HeadPlaces> places;
     // Waits until no rank uses pages that were given back before; null: none does. UNAVAILABLE: a
     // rank is lost.
     std::function<absl::Status()> await_free_pages;
     // Returns when a call that is refused for want of room may be tried again; null: a second.
     std::function<absl::Duration()> retry_after;
   };
-  // Caches land in `dram`. `hbm` is only asked whether a sequence could ever fit.
+  // Caches land in `dram`, rank 0's. `hbm` is only asked whether a sequence could ever fit.
   TransferTable(Options options, PagePool* dram, const PagePool* hbm, Clock* clock);
   ~TransferTable();
 
@@ -122,7 +131,8 @@ class TransferTable {
     int64_t hint_tokens = 0, hint_queries = 0;
     int64_t cached_tokens = 0;  // leading tokens whose caches are here already
   };
-  // Opens a transfer and reserves its pages. Errors:
+  // Opens a transfer and reserves its pages, on the first rank of RankLedger::RanksFor whose DRAM
+  // has room. Errors:
   //   INVALID_ARGUMENT     the manifest is wrong, or its sequence could never fit
   //   FAILED_PRECONDITION  another model's caches (FINGERPRINT_MISMATCH)
   //   ALREADY_EXISTS       another transfer has the key (RENDEZVOUS_KEY_IN_USE)
@@ -175,15 +185,23 @@ class TransferTable {
 
   // Returns the layout of the caches that are handed over: of all ranks together.
   const CacheLayout& layout() const {
-    return options_.places.has_value() ? options_.places->layout : dram_->layout();
+    return options_.places.empty() ? dram_.front()->layout() : options_.places.front().layout;
   }
   absl::Duration max_lease() const { return options_.max_lease; }
 
   // Sequences that the engine keeps for another turn; a Generate attaches to them as to a transfer.
   KeptSequences& kept() { return kept_; }
 
-  // Blocks that sequences share, in the pool where caches land; null: they share none.
-  PrefixCache* prefixes() { return prefixes_.get(); }
+  // Blocks that sequences share, in the pool where a rank's caches land; null: they share none.
+  PrefixCache* prefixes(int rank = 0) {
+    return prefixes_.empty() ? nullptr : prefixes_.at(static_cast<size_t>(rank)).get();
+  }
+  // The same of every rank; empty: sequences share none.
+  absl::Span<const std::shared_ptr<PrefixCache>> all_prefixes() const { return prefixes_; }
+  // Returns a cache with the longest known beginning of a prompt on the rank that its sequence,
+  // which ends with `total` tokens, should go to; null if nothing is known there.
+  std::unique_ptr<SequenceCache> KnownBeginning(const std::string& tenant,
+                                                absl::Span<const int32_t> prompt, int64_t total);
   // Returns the most leading tokens of a prompt that may be shared: its last rows are computed, or
   // computed again, by every sequence that has it.
   int64_t ShareableTokens(int64_t prompt, int64_t total) const {
@@ -201,15 +219,23 @@ class TransferTable {
   size_t open_transfers() const;
 
  private:
-  // Returns the leading blocks of the manifest's context that are here.
-  SharedPrefix FindPrefix(const Manifest& manifest, int64_t total);
+  // What each rank has of a sequence's beginning, and the order in which the ranks should be tried.
+  struct Choice {
+    std::vector<SharedPrefix> prefixes;  // by rank
+    std::vector<int> order;
+  };
+  Choice ChooseRanks(const std::string& tenant, absl::Span<const int32_t> context,
+                     const TokensByKind& hbm_tokens);
+  // Returns the reserved home of a transfer with its context's pages; null: no rank has room now.
+  std::unique_ptr<SequenceCache> ReserveHome(const Manifest& manifest, int64_t total,
+                                             const Footprint& need);
 
   const Options options_;
-  PagePool* const dram_;
+  const std::vector<PagePool*> dram_;  // by rank
   const PagePool* const hbm_;
   const std::unique_ptr<TransferStore> store_;  // has the lock
   KeptSequences kept_;
-  const std::shared_ptr<PrefixCache> prefixes_;
+  std::vector<std::shared_ptr<PrefixCache>> prefixes_;  // by rank; none: sequences share none
 };
 
 }  // namespace sluice

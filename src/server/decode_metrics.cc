@@ -7,10 +7,11 @@
 
 namespace sluice {
 
-double UpdatePoolMetrics(const PagePool& pool, Metrics& metrics) {
+double UpdatePoolMetrics(absl::Span<const PagePool* const> pools, Metrics& metrics) {
+  const PagePool& pool = *pools.front();
   double fullest = 0;
   for (size_t kind = 0; kind < pool.layout().kinds.size(); ++kind) {
-    const PagePool::Usage usage = pool.UsageOf(kind);
+    const PagePool::Usage usage = PagePool::UsageOf(pools, kind);
     const TierGauges gauges = metrics.Tier(pool.name(), pool.layout().kinds[kind].name);
     gauges.capacity_bytes.Set(static_cast<double>(usage.capacity_bytes));
     gauges.reserved_bytes.Set(static_cast<double>(usage.reserved_bytes));

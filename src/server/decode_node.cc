@@ -74,7 +74,7 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   if (ranks_.channel != nullptr) {
     SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks_.channel, &config_));
     SLUICE_RETURN_IF_ERROR(CompareModels(*ranks_.channel, model_->fingerprint()));
-    if (ranks_.rows == nullptr && ranks_.link == nullptr) {
+    if (ranks_.link == nullptr) {
       SLUICE_ASSIGN_OR_RETURN(ranks_.arenas, MakeArenas(*ranks_.channel, config_));
     }
   }
@@ -98,13 +98,37 @@ absl::Status DecodeNode::MakeLeader() {
   RankDivision division;
   division.part = part;
   if (ranks_.rows != nullptr) {
+    SLUICE_RETURN_IF_ERROR(MakeOthers());
     division.rows = ranks_.rows.get();
-    division.ledger =
-        std::make_unique<RankLedger>(hbm_.get(), dram_.get(), RanksOf(config_), slots);
+    division.ledger = ledger_.get();
+    for (const NodeMemory& other : others_) division.others.push_back(other.policy.get());
   }
   leader_ = std::make_unique<RankLeader>(policy_.get(), ranks_.channel.get(), ranks_.group.get(),
                                          slots, std::move(division));
   return absl::OkStatus();
+}
+
+absl::Status DecodeNode::MakeOthers() {
+  planning_ = NewPlanningDevice(device_.get());
+  for (int rank = 1; rank < RanksOf(config_); ++rank) {
+    SLUICE_ASSIGN_OR_RETURN(NodeMemory other, NewMemoryOfRank(config_, *model_, planning_.get(),
+                                                              ranks_.arenas.get(), rank));
+    others_.push_back(std::move(other));
+  }
+  ledger_ = std::make_unique<RankLedger>(hbm_.get(), RanksOf(config_));
+  return absl::OkStatus();
+}
+
+std::vector<const PagePool*> DecodeNode::HbmPools() const {
+  std::vector<const PagePool*> pools = {hbm_.get()};
+  for (const NodeMemory& other : others_) pools.push_back(other.hbm.get());
+  return pools;
+}
+
+std::vector<const PagePool*> DecodeNode::DramPools() const {
+  std::vector<const PagePool*> pools = {dram_.get()};
+  for (const NodeMemory& other : others_) pools.push_back(other.dram.get());
+  return pools;
 }
 
 absl::Status DecodeNode::ChooseAutoPolicy() {
@@ -162,10 +186,20 @@ absl::Status DecodeNode::MakeTransfers() {
   };
   table.hint_tokens = ServedPolicy().hint_tokens();
   table.hint_queries = ServedPolicy().hint_queries();
-  if (ranks_.channel != nullptr && ranks_.rows == nullptr) {
+  table.ledger = ledger_.get();
+  for (const NodeMemory& other : others_) table.other_ranks.push_back(other.dram.get());
+  if (leader_ != nullptr) {
     FarHeads* const far = ranks_.link == nullptr ? nullptr : ranks_.link->far();
-    SLUICE_ASSIGN_OR_RETURN(table.places, HeadPlacesOf(model_->whole_config(), dram_->layout(),
-                                                       ranks_.arenas.get(), far, RanksOf(config_)));
+    if (ranks_.rows == nullptr) {
+      SLUICE_ASSIGN_OR_RETURN(HeadPlaces places,
+                              HeadPlacesOf(model_->whole_config(), dram_->layout(),
+                                           ranks_.arenas.get(), far, RanksOf(config_)));
+      table.places.push_back(std::move(places));
+    } else if (far != nullptr) {
+      for (int rank = 0; rank < RanksOf(config_); ++rank) {
+        table.places.push_back(PlacesOnRank(dram_->layout(), far, rank));
+      }
+    }
     table.await_free_pages = [leader = leader_.get()] { return leader->AwaitFreePages(); };
   }
   table.quotas = &quotas_;
@@ -173,8 +207,9 @@ absl::Status DecodeNode::MakeTransfers() {
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
   if (events_ != nullptr) events_->Follow(transfers_->prefixes(), model_->fingerprint());
-  channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls),
-                                         PeerMessageBytes(config_.max_chunk_bytes(), ServedPolicy()));
+  channels_ =
+      std::make_unique<Channels>(NewChannelCredentials(security_.tls),
+                                 PeerMessageBytes(config_.max_chunk_bytes(), ServedPolicy()));
   absl::StatusOr<AddressList> sources = AddressList::Parse(config_.pull_from());
   if (!sources.ok()) return WithMessagePrefix(sources.status(), "pull_from");
   Puller::Options pull;
@@ -252,7 +287,9 @@ absl::Status DecodeNode::StartEngine() {
   drain_ = std::make_unique<DrainControl>(drain);
   metrics_.SetBuildInfo({Version(), model_->config().name, device_->name(),
                          device_->kernels().name(), policy_->name()});
-  SetCacheConfig(hbm_->capacity_tokens(), dram_->capacity_tokens(), config_.prefix_cache());
+  const auto pools = static_cast<int64_t>(1 + others_.size());
+  SetCacheConfig(pools * hbm_->capacity_tokens(), pools * dram_->capacity_tokens(),
+                 config_.prefix_cache());
   memory_ready_.store(true);
   return absl::OkStatus();
 }
@@ -297,8 +334,7 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   ingest.metrics = &metrics_;
   ingest.access = security_.access();
   ingest.log_prompts = config_.log_prompts();
-  // Ranks that have sequences of their own take no caches over.
-  if (ranks_.rows == nullptr) services.push_back(NewIngestService(ingest));
+  services.push_back(NewIngestService(ingest));
   gate_.emplace(security_.access(), security_.file.get(), transfers_.get(), &quotas_);
   GenerateOptions generate;
   generate.vocab_size = vocab_size;
@@ -318,7 +354,7 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   facade.info.policy = policy_->name();
   facade.info.max_running = config_.max_sequences();
   facade.info.version = Version();
-  load_ = std::make_unique<DecodeLoad>(engine_.get(), hbm_.get(),
+  load_ = std::make_unique<DecodeLoad>(engine_.get(), HbmPools(),
                                        metrics_.tokens(TokenKind::kOutput), RealClock());
   facade.load = [load = load_.get()](auto done) { load->Ask(std::move(done)); };
   facade.readiness = &readiness_;
@@ -334,7 +370,8 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   admin.max_sequences = config_.max_sequences();
   admin.engine = engine_.get();
   admin.transfers = transfers_.get();
-  admin.pools = {dram_.get(), hbm_.get()};
+  admin.dram = DramPools();
+  admin.hbm = HbmPools();
   admin.allow_failpoints = config_.allow_failpoints();
   admin.drain = drain_.get();
   admin.recorder = recorder_.get();
@@ -353,16 +390,20 @@ void DecodeNode::Open() {
 
 void DecodeNode::UpdateMetrics() {
   if (!memory_ready_.load()) return;
-  UpdatePoolMetrics(*dram_, metrics_);
-  metrics_.kv_usage.Set(UpdatePoolMetrics(*hbm_, metrics_));
+  UpdatePoolMetrics(DramPools(), metrics_);
+  metrics_.kv_usage.Set(UpdatePoolMetrics(HbmPools(), metrics_));
   UpdatePolicyMetrics(*policy_, *hbm_, metrics_);
   metrics_.ranks_alive.Set(ranks_.group == nullptr ? 1 : ranks_.group->alive());
   metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
-  if (const PrefixCache* const prefixes = transfers_->prefixes(); prefixes != nullptr) {
+  if (transfers_->all_prefixes().empty()) return;
+  double tokens = 0, evicted = 0;
+  for (const auto& prefixes : transfers_->all_prefixes()) {
     const PrefixCache::Statistics counts = prefixes->Count();
-    metrics_.prefix_tokens.Set(static_cast<double>(counts.tokens));
-    metrics_.SetPrefixEvicted(static_cast<double>(counts.evicted_tokens));
+    tokens += static_cast<double>(counts.tokens);
+    evicted += static_cast<double>(counts.evicted_tokens);
   }
+  metrics_.prefix_tokens.Set(tokens);
+  metrics_.SetPrefixEvicted(evicted);
 }
 
 absl::Status DecodeNode::ServeUntil(Signals& signals) {

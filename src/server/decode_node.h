@@ -12,16 +12,19 @@
 #include "src/attention/attention_policy.h"
 #include "src/base/clock.h"
 #include "src/config/setting.h"
+#include "src/device/planning_device.h"
 #include "src/engine/drafter.h"
 #include "src/engine/engine.h"
 #include "src/engine/rank_leader.h"
 #include "src/engine/step_recorder.h"
 #include "src/facade/decode_load.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/rank_ledger.h"
 #include "src/kv/transfer_table.h"
 #include "src/model/token_bytes.h"
 #include "src/request/finish_rate.h"
 #include "src/request/tenant_quotas.h"
+#include "src/server/model_setup.h"
 #include "src/server/node.h"
 #include "src/server/signals.h"
 #include "src/service/access/tenant_gate.h"
@@ -59,10 +62,13 @@ class DecodeNode : public Node {
   absl::Status ChooseSizes();
   // Waits until the other ranks have loaded, and makes leader_.
   absl::Status MakeLeader();
+  // Makes others_ and ledger_.
+  absl::Status MakeOthers();
+  // Return the pools of all ranks that have sequences of their own, rank 0's first.
+  std::vector<const PagePool*> HbmPools() const;
+  std::vector<const PagePool*> DramPools() const;
   // Returns the policy that the engine runs, for all ranks where there are several.
-  const AttentionPolicy& ServedPolicy() const {
-    return leader_ != nullptr ? *leader_ : *policy_;
-  }
+  const AttentionPolicy& ServedPolicy() const { return leader_ != nullptr ? *leader_ : *policy_; }
   // Makes transfers_, channels_ and puller_.
   absl::Status MakeTransfers();
   absl::Status StartEngine();
@@ -74,6 +80,10 @@ class DecodeNode : public Node {
   std::unique_ptr<PagePool> hbm_;
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<AttentionPolicy> policy_;
+  // What stands for the ranks from 1 on where ranks have sequences of their own.
+  std::unique_ptr<PlanningDevice> planning_;
+  std::vector<NodeMemory> others_;
+  std::unique_ptr<RankLedger> ledger_;  // null: sequences are not of single ranks
   std::unique_ptr<RankLeader> leader_;  // null: the node has one rank
   std::unique_ptr<TransferTable> transfers_;
   std::unique_ptr<EventPublisher> events_;  // null: nothing is published

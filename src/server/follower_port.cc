@@ -35,8 +35,8 @@ absl::StatusOr<std::unique_ptr<FollowerPort>> FollowerPort::Open(const Config& c
 }
 
 std::string FollowerPort::Render() {
-  UpdatePoolMetrics(*parts_.memory->dram, metrics_);
-  metrics_.kv_usage.Set(UpdatePoolMetrics(*parts_.memory->hbm, metrics_));
+  UpdatePoolMetrics({parts_.memory->dram.get()}, metrics_);
+  metrics_.kv_usage.Set(UpdatePoolMetrics({parts_.memory->hbm.get()}, metrics_));
   UpdatePolicyMetrics(*parts_.memory->policy, *parts_.memory->hbm, metrics_);
   metrics_.rank.Set(parts_.ranks->rank());
   metrics_.ranks_alive.Set(parts_.ranks->alive());

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "kernels/kernel_table.h"
@@ -222,31 +223,62 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   return o;
 }
 
-absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device,
-                                         const SharedArenas* arenas) {
+namespace {
+
+// Leaves out what a policy does beside placing sequences.
+void PlaceAlone(PolicyOptions& options) {
+  options.ess.mover = PolicyOptions::Mover::kUva;  // nothing moves, so none is measured
+  options.ess.on_misses = nullptr;
+}
+
+// Makes the pools, with DRAM from `dram_arena`, and a policy of options that `settle` has seen.
+absl::StatusOr<NodeMemory> MakeMemory(const Config& config, const Model& model, Device* device,
+                                      absl::FunctionRef<absl::StatusOr<Buffer>()> dram_arena,
+                                      absl::FunctionRef<void(PolicyOptions&)> settle) {
   NodeMemory memory;
-  SLUICE_ASSIGN_OR_RETURN(
-      PolicyOptions policy,
-      PolicyOptionsOf(config, model.fingerprint(), model.cache_layout(), &model));
+  SLUICE_ASSIGN_OR_RETURN(PolicyOptions policy, PolicyOptionsOf(config, model.fingerprint(),
+                                                                model.cache_layout(), &model));
   UseOwnProfile(config, model.fingerprint(), model.cache_layout(), &policy);
   policy.slots = static_cast<int>(config.max_sequences());
   policy.hbm_bytes = static_cast<int64_t>(config.hbm_bytes());
   policy.dram_bytes = static_cast<int64_t>(config.dram_bytes());
   DecideByProfile(model.cache_layout(), &policy);
+  settle(policy);
   const TierShapes shapes = TierShapesOf(policy, model.cache_layout());
   SLUICE_ASSIGN_OR_RETURN(Buffer hbm,
                           device->Allocate(MemoryKind::kDevice, config.hbm_bytes(), "hbm_bytes"));
   SLUICE_ASSIGN_OR_RETURN(memory.hbm,
                           PagePool::Create("hbm", shapes.hbm, std::move(hbm), config.overcommit()));
-  SLUICE_ASSIGN_OR_RETURN(
-      Buffer dram, arenas != nullptr
-                       ? device->Pin(arenas->own(), arenas->bytes(), "dram_bytes")
-                       : device->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes"));
+  SLUICE_ASSIGN_OR_RETURN(Buffer dram, dram_arena());
   SLUICE_ASSIGN_OR_RETURN(memory.dram, PagePool::Create("dram", shapes.dram, std::move(dram)));
   policy.device = device;
   policy.hbm = memory.hbm.get();
   policy.dram = memory.dram.get();
   SLUICE_ASSIGN_OR_RETURN(memory.policy, NewPolicy(policy));
+  return memory;
+}
+
+}  // namespace
+
+absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device,
+                                         const SharedArenas* arenas) {
+  const auto dram = [&] {
+    return arenas != nullptr
+               ? device->Pin(arenas->own(), arenas->bytes(), "dram_bytes")
+               : device->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes");
+  };
+  return MakeMemory(config, model, device, dram, [](PolicyOptions&) {});
+}
+
+absl::StatusOr<NodeMemory> NewMemoryOfRank(const Config& config, const Model& model,
+                                           Device* planning, const SharedArenas* arenas, int rank) {
+  const auto dram = [&] {
+    return arenas != nullptr
+               ? planning->Pin(arenas->Of(rank), arenas->bytes(), "dram_bytes")
+               : planning->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes");
+  };
+  SLUICE_ASSIGN_OR_RETURN(NodeMemory memory, MakeMemory(config, model, planning, dram, PlaceAlone));
+  memory.dram->SetRank(rank);
   return memory;
 }
 

@@ -41,8 +41,9 @@ absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_r
                                                  Device* device, RankGroup* ranks = nullptr);
 
 // Returns what `config` says about the policy, including its profile, and what `model` tells of
-// itself, unless it is null. The caller fills in device, pools and shapes. The profile must be of the model with that fingerprint; an empty one accepts
-// any model. The errors are those of ReadPolicyProfile and ApplyPolicyProfile.
+// itself, unless it is null. The caller fills in device, pools and shapes. The profile must be of
+// the model with that fingerprint; an empty one accepts any model. The errors are those of
+// ReadPolicyProfile and ApplyPolicyProfile.
 absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint,
                                               const CacheLayout& layout,
                                               const Model* model = nullptr);
@@ -57,6 +58,12 @@ struct NodeMemory {
 // REQUIRES: the sizes in `config` are numbers, not auto.
 absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device,
                                          const SharedArenas* arenas = nullptr);
+// Returns what stands on rank 0 for the pools and the policy of another rank that has sequences of
+// its own (rank_leader.h): the pool of DRAM is that rank's arena, and nothing else is memory.
+// `arenas`: null where rank 0 does not see them; then no page of the pool may be touched.
+// REQUIRES: `planning` is a PlanningDevice, which outlives the result.
+absl::StatusOr<NodeMemory> NewMemoryOfRank(const Config& config, const Model& model,
+                                           Device* planning, const SharedArenas* arenas, int rank);
 
 // Returns nullopt if the model directory has no tokenizer.json, or one of an unknown kind (which is
 // logged); stop strings are then refused. A broken file is an error.

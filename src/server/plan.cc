@@ -11,6 +11,7 @@
 #include "src/device/cpu_topology.h"
 #include "src/device/host_placement.h"
 #include "src/device/kernel_set.h"
+#include "src/device/planning_device.h"
 #include "src/engine/batch_state.h"
 #include "src/model/policy_forecast.h"
 #include "src/model/policy_model.h"
@@ -19,7 +20,6 @@
 #include "src/server/expert_plan.h"
 #include "src/server/model_setup.h"
 #include "src/server/plan_text.h"
-#include "src/server/planning_device.h"
 #include "src/server/ranks.h"
 #include "src/server/speculation.h"
 

@@ -57,18 +57,6 @@ bool LeaderIsLoopback(const Config& config) {
   return leader.ok() && IsLoopback(leader->host);
 }
 
-// Checks what ranks cannot share that have sequences of their own.
-absl::Status CheckOwnSequences(Config* config) {
-  if (config->local_prefill() != "always") {
-    return Refused(*config,
-                   absl::StrCat("compute their prompts: set local_prefill to always; it is ",
-                                config->local_prefill()));
-  }
-  if (config->overcommit() > 1) return Refused(*config, "do not preempt: set overcommit to 1");
-  config->set_prefix_cache(false);  // a prompt's first caches would be on one rank alone
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 int RanksOf(const Config& config) {
@@ -122,16 +110,21 @@ absl::Status CheckRanks(Config* config) {
   }
   const std::string& policy = config->policy();
   using Names = std::vector<std::string>;
-  const Names served =
-      DividesExperts(*config) ? Names{"full", "ess"} : Names{"full", "scout", "recall", "hgca", "clo", "fluxion"};
+  const Names served = DividesExperts(*config)
+                           ? Names{"full", "ess"}
+                           : Names{"full", "scout", "recall", "hgca", "clo", "fluxion"};
   if (std::find(served.begin(), served.end(), policy) == served.end()) {
     return Refused(*config, absl::StrCat("run the policies ", absl::StrJoin(served, ", "),
                                          ", and policy is ", policy));
   }
-  if (DividesExperts(*config)) SLUICE_RETURN_IF_ERROR(CheckOwnSequences(config));
-  // Rank 0's device does not hold the heads of the others.
+  // Rank 0's device does not hold the caches of the others.
   if (config->kv_transport() != "grpc") {
     return Refused(*config, "have no links to prefill nodes: set kv_transport to grpc");
+  }
+  if (DividesExperts(*config) && !config->kv_events_endpoint().empty()) {
+    return Refused(*config,
+                   "each have a prefix cache of their own, of which nothing is published: leave "
+                   "kv_events_endpoint out");
   }
   if (config->speculation() == "auto") config->set_speculation("none");
   if (DraftTokensOf(*config) > 0)
@@ -181,7 +174,7 @@ void DivideMemory(const Config& config, MemoryFound* found) {
   found->host.total_bytes /= RanksOfHost(config);
   found->host.available_bytes /= RanksOfHost(config);
   struct statvfs shared {};
-  if (RanksOf(config) == 1 || MeetByGrpc(config) || DividesExperts(config)) return;
+  if (RanksOf(config) == 1 || MeetByGrpc(config)) return;
   if (statvfs("/dev/shm", &shared) != 0) return;
   found->shared_bytes = static_cast<int64_t>(shared.f_bavail) *
                         static_cast<int64_t>(shared.f_frsize) / RanksOf(config);
@@ -298,15 +291,14 @@ absl::Status RunFollower(Config config, Signals& signals) {
   // The sizes of the KV caches are rank 0's.
   SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks.channel, &config));
   SLUICE_RETURN_IF_ERROR(CompareModels(*ranks.channel, model->fingerprint()));
-  const bool has_caches = ranks.rows == nullptr;  // what comes to the node is for every rank
-  if (has_caches && ranks.link == nullptr) {
+  if (ranks.link == nullptr) {
     SLUICE_ASSIGN_OR_RETURN(ranks.arenas, MakeArenas(*ranks.channel, config));
   }
   SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory,
                           NewNodeMemory(config, *model, device.get(), ranks.arenas.get()));
+  memory.dram->FollowRankZero();
   std::unique_ptr<RankLink::Landing> landing;
-  if (has_caches) memory.dram->FollowRankZero();
-  if (has_caches && ranks.link != nullptr) {
+  if (ranks.link != nullptr) {
     SLUICE_ASSIGN_OR_RETURN(landing, ranks.link->LandIn(*memory.dram));
   }
   SLUICE_RETURN_IF_ERROR(AwaitRanks(*ranks.channel));

@@ -8,8 +8,7 @@ import time
 
 import grpc
 import pytest
-from google.protobuf import duration_pb2
-from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2
+from sluice.v1 import admin_pb2, common_pb2, decode_pb2
 from sluice_client import rpc
 from support.nodes import (BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, TIMEOUT_S, Node, error_of, free_port, greedy, run,
                            tokens_of)
@@ -150,18 +149,6 @@ def test_a_signal_to_another_rank_waits_for_the_leader(ranks):
     assert node.statuses() == [0, 0]
 
 
-def test_requests_that_ranks_of_experts_do_not_share_are_refused(ranks):
-    node = ranks("tiny-deepseek-v32", 2, *COMPUTES).leader
-    for request in (decode_pb2.GenerateRequest(transfer_id="0" * 32, sampling=greedy(max_tokens=2)),
-                    decode_pb2.GenerateRequest(prompt_token_ids=[1], sampling=greedy(max_tokens=2),
-                                               keep=duration_pb2.Duration(seconds=1))):
-        error = error_of(lambda: node.decode.Generate(request, timeout=TIMEOUT_S))
-        assert error.code() == Code.INVALID_ARGUMENT and "among ranks" in error.details(), error
-    assert error_of(lambda: node.ingest.Reserve(ingest_pb2.ReserveRequest(), timeout=TIMEOUT_S)).code() == \
-        Code.UNIMPLEMENTED
-    assert answers(node)
-
-
 @pytest.mark.parametrize("flags,said", [
     (["--tensor-parallel", "2"], "leader: 2 ranks need a name"),
     (["--tensor-parallel", "2", "--rank", "2", "--leader", "a:1"], "rank: must be below tensor_parallel"),
@@ -172,8 +159,7 @@ def test_requests_that_ranks_of_experts_do_not_share_are_refused(ranks):
     (["--tensor-parallel", "2", "--leader", "a:1", "--kv-transport", "nccl"], "kv_transport to grpc"),
     (["--expert-parallel", "2", "--leader", "a:1", *COMPUTES], "no experts that ranks could divide"),
     (["--expert-parallel", "2", "--tensor-parallel", "2", "--leader", "a:1"], "tensor_parallel to 1"),
-    (["--expert-parallel", "2", "--leader", "a:1"], "local_prefill to always"),
-    (["--expert-parallel", "2", "--leader", "a:1", *COMPUTES, "--overcommit", "2"], "overcommit to 1"),
+    (["--expert-parallel", "2", "--leader", "a:1", "--kv-events-endpoint", "tcp://127.0.0.1:1"], "kv_events_endpoint out"),
     (["--expert-parallel", "2", "--leader", "a:1", "--policy", "scout"], "policies full, ess, and policy is scout"),
 ])
 def test_settings_that_ranks_cannot_have_are_refused(flags, said, tiny_models):

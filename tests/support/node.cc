@@ -48,14 +48,9 @@ Model::Options ModelOptionsOf(const NodeOptions& o) {
   return model;
 }
 
-struct Memory {
-  std::unique_ptr<PagePool> hbm, dram;
-  std::unique_ptr<AttentionPolicy> policy;
-};
-
-absl::StatusOr<Memory> MakeMemory(const NodeOptions& o, const Model& model, Device* device,
-                                  const SharedArenas* arenas) {
-  Memory memory;
+absl::StatusOr<NodeParts> MakeMemory(const NodeOptions& o, const Model& model, Device* device,
+                                     const SharedArenas* arenas, int rank = 0) {
+  NodeParts memory;
   PolicyOptions policy = o.policy;
   DescribeModel(model, &policy);
   policy.slots = o.max_sequences;
@@ -69,7 +64,7 @@ absl::StatusOr<Memory> MakeMemory(const NodeOptions& o, const Model& model, Devi
                           PagePool::Create("hbm", shapes.hbm, std::move(hbm), o.overcommit));
   const auto dram_bytes = static_cast<size_t>(o.dram_bytes);
   SLUICE_ASSIGN_OR_RETURN(
-      Buffer dram, arenas != nullptr ? device->Pin(arenas->own(), arenas->bytes(), "dram")
+      Buffer dram, arenas != nullptr ? device->Pin(arenas->Of(rank), arenas->bytes(), "dram")
                                      : device->Allocate(MemoryKind::kPinned, dram_bytes, "dram"));
   SLUICE_ASSIGN_OR_RETURN(memory.dram, PagePool::Create("dram", shapes.dram, std::move(dram)));
   policy.device = device;
@@ -91,12 +86,11 @@ absl::Status Follow(const NodeOptions& o, const RankGroupOptions& rank) {
   options.rank = rank.rank;
   options.ranks = ranks.get();
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(options, device.get()));
-  std::unique_ptr<SharedArenas> arenas;
-  if (!o.divide_experts) {
-    SLUICE_ASSIGN_OR_RETURN(arenas, MakeArenas(*channel, o, rank));
-  }
-  SLUICE_ASSIGN_OR_RETURN(const Memory memory, MakeMemory(o, *model, device.get(), arenas.get()));
-  if (arenas != nullptr) memory.dram->FollowRankZero();
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<SharedArenas> arenas,
+                          MakeArenas(*channel, o, rank));
+  SLUICE_ASSIGN_OR_RETURN(const NodeParts memory,
+                          MakeMemory(o, *model, device.get(), arenas.get(), rank.rank));
+  memory.dram->FollowRankZero();
   SLUICE_RETURN_IF_ERROR(channel->Meet(rank.join_timeout));
   RankRows rows(ranks.get(), o.max_sequences);
   RankFollower::Options follow{o.max_sequences, model->max_context(), {}, o.halves_from};
@@ -138,8 +132,8 @@ Node::Node(const NodeOptions& o) {
     model.ranks = ranks_.get();
   }
   model_ = OrFail(Model::Load(model, device_.get()));
-  if (o.ranks != nullptr && !o.divide_experts) arenas_ = OrFail(MakeArenas(*channel_, o, *o.ranks));
-  Memory memory = OrFail(MakeMemory(o, *model_, device_.get(), arenas_.get()));
+  if (o.ranks != nullptr) arenas_ = OrFail(MakeArenas(*channel_, o, *o.ranks));
+  NodeParts memory = OrFail(MakeMemory(o, *model_, device_.get(), arenas_.get()));
   hbm_ = std::move(memory.hbm);
   dram_ = std::move(memory.dram);
   policy_ = std::move(memory.policy);
@@ -152,18 +146,27 @@ Node::Node(const NodeOptions& o) {
     RankDivision division;
     division.part = part;
     if (o.divide_experts) {
+      planning_ = NewPlanningDevice(device_.get());
+      for (int rank = 1; rank < o.ranks->size; ++rank) {
+        others_.push_back(OrFail(MakeMemory(o, *model_, planning_.get(), arenas_.get(), rank)));
+        others_.back().dram->SetRank(rank);
+        transfers.other_ranks.push_back(others_.back().dram.get());
+        division.others.push_back(others_.back().policy.get());
+      }
       rows_ = std::make_unique<RankRows>(ranks_.get(), o.max_sequences);
       division.rows = rows_.get();
-      division.ledger =
-          std::make_unique<RankLedger>(hbm_.get(), dram_.get(), o.ranks->size, o.max_sequences);
+      ledger_ = std::make_unique<RankLedger>(hbm_.get(), o.ranks->size);
+      transfers.ledger = division.ledger = ledger_.get();
     }
     leader_ = std::make_unique<RankLeader>(policy_.get(), channel_.get(), ranks_.get(),
                                            o.max_sequences, std::move(division));
   }
   if (arenas_ != nullptr) {
     const ModelConfig& whole = model_->whole_config();
-    transfers.places =
-        OrFail(HeadPlacesOf(whole, dram_->layout(), arenas_.get(), nullptr, o.ranks->size));
+    if (!o.divide_experts) {
+      transfers.places.push_back(
+          OrFail(HeadPlacesOf(whole, dram_->layout(), arenas_.get(), nullptr, o.ranks->size)));
+    }
     transfers.await_free_pages = [this] { return leader_->AwaitFreePages(); };
   }
   transfers.model_fingerprint = model_->fingerprint();
@@ -172,7 +175,7 @@ Node::Node(const NodeOptions& o) {
   transfers.max_lease = o.max_lease;
   transfers.hint_tokens = policy_->hint_tokens();
   transfers.hint_queries = leader_ != nullptr ? leader_->hint_queries() : policy_->hint_queries();
-  transfers.prefix_cache = o.prefix_cache && !o.divide_experts;  // as CheckRanks has it
+  transfers.prefix_cache = o.prefix_cache;
   transfers.last_rows = [this](int64_t total) { return policy_->last_rows_wanted(total); };
   transfers.footprint = [this](int64_t context, int64_t total) {
     return policy_->FootprintOf(context, total);
@@ -213,6 +216,7 @@ Node::~Node() {
   engine_.reset();
   transfers_.reset();
   leader_.reset();
+  others_.clear();
   watch_.reset();
   policy_.reset();
 }
@@ -324,9 +328,17 @@ Generated Node::Generate(Request request) {
 bool Node::Quiescent() {
   return Eventually(absl::Seconds(10), [&] {
     bool quiet = transfers_->open_transfers() == 0;
-    for (const PagePool* pool : {hbm_.get(), dram_.get()}) {
+    std::vector<const PagePool*> pools = {hbm_.get(), dram_.get()};
+    for (const NodeParts& other : others_) {
+      pools.push_back(other.hbm.get());
+      pools.push_back(other.dram.get());
+    }
+    for (const PagePool* pool : pools) {
       const PagePool::Usage usage = pool->UsageOf(0);
       quiet = quiet && usage.reserved_bytes == 0 && usage.used_bytes == 0;
+    }
+    for (int rank = 0; ledger_ != nullptr && rank < ledger_->ranks(); ++rank) {
+      quiet = quiet && ledger_->sequences(rank) == 0;
     }
     return quiet;
   });

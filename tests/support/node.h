@@ -12,11 +12,13 @@
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_options.h"
 #include "src/device/device.h"
+#include "src/device/planning_device.h"
 #include "src/device/shared_arenas.h"
 #include "src/engine/drafter.h"
 #include "src/engine/engine.h"
 #include "src/engine/rank_leader.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/rank_ledger.h"
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
 #include "src/model/model.h"
@@ -68,6 +70,12 @@ struct Generated {
   FinishInfo finish;
 };
 
+// The pools of a rank, and the policy that uses them.
+struct NodeParts {
+  std::unique_ptr<PagePool> hbm, dram;
+  std::unique_ptr<AttentionPolicy> policy;
+};
+
 class Node {
  public:
   // Fails the test if the node cannot be made.
@@ -103,8 +111,12 @@ class Node {
   // Submits a request. The caller reads the stream.
   std::shared_ptr<TokenStream> Start(Request request, size_t capacity = 4096);
   static Generated Collect(TokenStream& stream);
-  // Waits until the engine has nothing to do. Returns whether nothing is reserved or used then.
+  // Waits until the engine has nothing to do. Returns whether nothing is reserved or used then, on
+  // any rank.
   bool Quiescent();
+  // With divide_experts: what counts the ranks' sequences, and the pool of another rank's DRAM.
+  RankLedger& ledger() { return *ledger_; }
+  PagePool& dram_of(int rank) { return *others_.at(static_cast<size_t>(rank) - 1).dram; }
 
  private:
   Metrics metrics_;
@@ -115,9 +127,12 @@ class Node {
   std::unique_ptr<Model> model_;
   std::unique_ptr<PagePool> hbm_, dram_;
   std::unique_ptr<AttentionPolicy> policy_;
-  std::unique_ptr<AttentionPolicy> watch_;  // null, or watches policy_
-  std::unique_ptr<RankRows> rows_;          // with divide_experts
-  std::unique_ptr<RankLeader> leader_;      // with ranks
+  std::unique_ptr<AttentionPolicy> watch_;    // null, or watches policy_
+  std::unique_ptr<PlanningDevice> planning_;  // with divide_experts, as the next three
+  std::vector<NodeParts> others_;             // what stands for the ranks from 1 on
+  std::unique_ptr<RankRows> rows_;
+  std::unique_ptr<RankLedger> ledger_;
+  std::unique_ptr<RankLeader> leader_;  // with ranks
   std::unique_ptr<TransferTable> transfers_;
   std::optional<TokenBytes> token_bytes_;
   std::unique_ptr<Engine> engine_;

@@ -83,8 +83,9 @@ class NcclRankGroup : public RankGroup {
           {{"group", options_.name}});
       return absl::OkStatus();
     }
-    auto peers = PeerMemory::Make(host_.get(), reinterpret_cast<PeerMemory::Meeting*>(host_->data()),
-                                  static_cast<int64_t>(options_.peer_bytes) / (size() - 1));
+    auto peers =
+        PeerMemory::Make(host_.get(), reinterpret_cast<PeerMemory::Meeting*>(host_->data()),
+                         static_cast<int64_t>(options_.peer_bytes) / (size() - 1));
     SLUICE_RETURN_IF_ERROR(status());
     if (!peers.ok()) {
       Log(LogLevel::kWarn, "ranks exchange by NCCL alone",
@@ -356,9 +357,9 @@ absl::StatusOr<std::unique_ptr<RankGroup>> JoinNcclRanks(const RankGroupOptions&
   SLUICE_ASSIGN_OR_RETURN(const Nccl* nccl, LoadNccl());
   std::unique_ptr<HostRanks> host;
   if (options.members == nullptr) {
-    SLUICE_ASSIGN_OR_RETURN(
-        host, HostRanks::Join({options.name, options.rank, options.size,
-                               sizeof(PeerMemory::Meeting), options.join_timeout}));
+    SLUICE_ASSIGN_OR_RETURN(host,
+                            HostRanks::Join({options.name, options.rank, options.size,
+                                             sizeof(PeerMemory::Meeting), options.join_timeout}));
   }
   const auto limit_stalls = [&](absl::Duration limit) {
     health->SetStall(

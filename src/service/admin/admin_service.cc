@@ -167,12 +167,13 @@ class AdminService final : public v1::Admin::CallbackService {
   }
 
   void FillCapacity(const EngineSnapshot& snapshot, v1::GetCapacityResponse* response) const {
-    for (const PagePool* pool : options_.pools) {
-      for (size_t kind = 0; kind < pool->layout().kinds.size(); ++kind) {
-        const PagePool::Usage usage = pool->UsageOf(kind);
+    for (const std::vector<const PagePool*>& pools : {options_.dram, options_.hbm}) {
+      const PagePool& one = *pools.front();
+      for (size_t kind = 0; kind < one.layout().kinds.size(); ++kind) {
+        const PagePool::Usage usage = PagePool::UsageOf(pools, kind);
         v1::TierCapacity* tier = response->add_tiers();
-        tier->set_tier(pool->name());
-        tier->set_kind(pool->layout().kinds[kind].name);
+        tier->set_tier(one.name());
+        tier->set_kind(one.layout().kinds[kind].name);
         tier->set_capacity_bytes(static_cast<uint64_t>(usage.capacity_bytes));
         tier->set_reserved_bytes(static_cast<uint64_t>(usage.reserved_bytes));
         tier->set_used_bytes(static_cast<uint64_t>(usage.used_bytes));

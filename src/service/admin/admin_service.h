@@ -23,7 +23,8 @@ struct AdminServiceOptions {
   // All of these outlive the service.
   Engine* engine = nullptr;
   const TransferTable* transfers = nullptr;
-  std::vector<const PagePool*> pools;
+  // The pools of the node; of each rank where ranks have sequences of their own.
+  std::vector<const PagePool*> dram, hbm;
   bool allow_failpoints = false;
   DrainControl* drain = nullptr;
   const StepRecorder* recorder = nullptr;  // the engine's; null if steps are not recorded

@@ -182,6 +182,7 @@ class Golden:
     """The recorded tokens, logits and caches of a tiny model."""
 
     def __init__(self, name: str):
+        self.name = name
         self.path = FIXTURES / name / "golden.safetensors"
         self.file = SafetensorsFile(self.path)
 

@@ -4,18 +4,19 @@ from dataclasses import dataclass
 
 import google_crc32c
 from sluice.v1 import admin_pb2, common_pb2, ingest_pb2
-from sluice_client import layout
+from sluice_client import latent, layout
 from sluice_client.pusher import Pusher
 from support.nodes import TIMEOUT_S, Golden, Node
 
 
 @dataclass(frozen=True)
 class Part:
-    """A chunk of the golden cache: one layer, some heads, some tokens."""
+    """A chunk of the golden cache: one layer, some heads, some tokens, of a kind or the first kind."""
 
     layer: int
     heads: tuple[int, int]
     tokens: tuple[int, int]
+    kind: str = ""
 
 
 class Transfer:
@@ -41,21 +42,29 @@ class Transfer:
         return answer
 
     def parts(self) -> list[Part]:
-        """Returns the whole cache: each layer, each block, each head by itself."""
-        block = self.kind.block_tokens
-        return [Part(layer, (head, head + 1), (begin, min(begin + block, len(self.prompt))))
-                for layer in range(self.model.layers) for head in range(self.kind.heads)
-                for begin in range(0, len(self.prompt), block)]
+        """Returns the whole cache: each layer, each kind, each block, each head by itself."""
+        return [Part(layer, (head, head + 1), (begin, min(begin + kind.block_tokens, len(self.prompt))), kind.name)
+                for layer in range(self.model.layers) for kind in self.model.cache_kinds for head in range(kind.heads)
+                for begin in range(0, len(self.prompt), kind.block_tokens)]
+
+    def _payload(self, kind: common_pb2.CacheKind, part: Part) -> bytes:
+        def rows(name):
+            return self.golden.file[f"case{self.case}.{name}.{part.layer}"][part.tokens[0]:part.tokens[1]]
+
+        if kind.name == "latent":
+            return layout.pack(kind, latent.entry_parts(kind, rows("latent"), rows("rope")))
+        if kind.name == "index":
+            return layout.pack(kind, latent.index_parts(kind, rows("index")))
+        return layout.pack(kind, layout.kv_parts(kind, *(rows(p)[:, part.heads[0]:part.heads[1]] for p in "kv")))
 
     def message(self, part: Part, **wrong) -> ingest_pb2.WriteRequest:
         """Returns the chunk of `part`; `wrong` overrides fields of its header, or its payload."""
-        arrays = [self.golden.file[f"case{self.case}.{p}.{part.layer}"] for p in "kv"]
+        kind = next(k for k in self.model.cache_kinds if part.kind in ("", k.name))
         payload = wrong.pop("payload", None)
         if payload is None:
-            payload = layout.pack(self.kind, layout.kv_parts(self.kind, *(
-                a[part.tokens[0]:part.tokens[1], part.heads[0]:part.heads[1]] for a in arrays)))
+            payload = self._payload(kind, part)
         header = ingest_pb2.ChunkHeader(
-            transfer_id=self.id, layer=part.layer, kind=self.kind.name, head_begin=part.heads[0],
+            transfer_id=self.id, layer=part.layer, kind=kind.name, head_begin=part.heads[0],
             head_end=part.heads[1], token_begin=part.tokens[0], token_end=part.tokens[1],
             crc32c=google_crc32c.value(payload))
         for name, value in wrong.items():
@@ -91,6 +100,8 @@ def committed(node: Node, golden: Golden, case: int = 1, max_new_tokens: int = 2
     sent = context_length or len(golden.prompt(case))
     with Pusher(node.address) as pusher:
         pusher.reserve(prompt or golden.prompt(case), sent, max_new_tokens)
-        for layer in range(pusher.model.layers):
-            pusher.write_layer(layer, *(golden.file[f"case{case}.{p}.{layer}"][:sent] for p in "kv"))
+        latents = pusher.model.cache_kinds[0].name == "latent"
+        write, names = (pusher.write_latent_layer, ("latent", "rope", "index")) if latents else (pusher.write_layer, "kv")
+        for number in range(pusher.model.layers):
+            write(number, *(golden.file[f"case{case}.{name}.{number}"][:sent] for name in names))
         return pusher.commit(**kwargs)

@@ -6,11 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "src/device/allocation.h"
-#include "src/engine/rank_ledger.h"
 #include "src/engine/rank_rows.h"
-#include "tests/support/device.h"
-#include "tests/support/or_fail.h"
 #include "tests/unit/engine/rank_answers.h"
 
 namespace sluice {
@@ -72,42 +68,6 @@ TEST_CASE("a step's rows are divided by the owners of their sequences") {
   NamedRank group(0, 2);
   RankRows rows(&group, 5);
   CHECK(rows.Divide({}).most_rows == 1);
-}
-
-TEST_CASE("a sequence goes to the rank with the fewest that has room for it") {
-  const auto device = OrFail(testing::TestDevice("portable"));
-  CacheLayout layout;
-  layout.layers = 2;
-  CacheKind kind;
-  kind.name = "kv";
-  kind.heads = 1;
-  kind.block_tokens = 32;
-  kind.SetEqualParts(2, 64);
-  layout.kinds = {kind};
-  const auto pool = [&](int64_t tokens) {
-    const auto bytes = static_cast<size_t>(layout.BytesFor(tokens) + 4096);
-    return OrFail(PagePool::Create("pool", layout,
-                                   OrFail(device->Allocate(MemoryKind::kPinned, bytes, "a test"))));
-  };
-  const auto hbm = pool(320), dram = pool(640);
-  const int64_t most = hbm->Capacity()[0];
-  RankLedger ledger(hbm.get(), dram.get(), /*ranks=*/3, /*slots=*/8);
-  CHECK(ledger.RanksFor({64, 64}) == std::vector<int>{0, 1, 2});
-  ledger.Admit(0, 0, {64, 33}, 33);
-  ledger.Admit(1, 1, {64, 128}, 128);
-  CHECK(ledger.RanksFor({64, 64}) == std::vector<int>{2, 0, 1});
-  ledger.Admit(2, 2, {0, 65}, 65);
-  CHECK(ledger.RanksFor({64, 64}) == std::vector<int>{0, 2, 1});
-  // Rank 0 has given two blocks, rank 1 four and rank 2 three.
-  CHECK(ledger.RanksFor({0, most - 64}) == std::vector<int>{0});
-  CHECK(ledger.RanksFor({0, most - 63}).empty());
-  CHECK(ledger.Headroom().hbm.firm_tokens[0] == most - 64);
-  ledger.Release(1);
-  CHECK(ledger.RanksFor({0, most}) == std::vector<int>{1});
-  CHECK(ledger.Headroom().hbm.firm_tokens[0] == most);
-  // The pool in DRAM counts too.
-  ledger.Admit(1, 1, {dram->Capacity()[0], 1}, 1);
-  CHECK(ledger.RanksFor({1, 1}) == std::vector<int>{0, 2});
 }
 
 NodeOptions ExpertsFor(const std::string& model) {

@@ -1,6 +1,6 @@
-// These tests are of the caches of a node whose model ranks divide: prompts that are handed over,
-// sequences that are kept or preempted, and prefixes that prompts share. The ranks are threads of
-// this process. Each is held to a node of one rank.
+// These tests are of the caches of a node whose model, or whose experts, ranks divide: prompts that
+// are handed over, sequences that are kept or preempted, and prefixes that prompts share. The ranks
+// are threads of this process. Each is held to a node of one rank.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <deque>
@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "src/base/crc32c.h"
@@ -30,6 +31,8 @@ using testing::OnRanks;
 
 using Answers = std::vector<std::vector<int32_t>>;
 
+constexpr char kExperts[] = "tiny-deepseek-v32";  // Its ranks have sequences of their own.
+
 NodeOptions OptionsFor(const std::string& model, const std::string& policy = "full") {
   NodeOptions options;
   options.model_dir = fixtures::ModelDir(model);
@@ -38,6 +41,7 @@ NodeOptions OptionsFor(const std::string& model, const std::string& policy = "fu
   options.max_context = 512;
   options.max_sequences = 4;
   options.policy.name = policy;
+  options.divide_experts = absl::StrContains(model, "deepseek");
   options.policy.dense_layers = 1;
   options.policy.workers = 1;
   options.policy.budget_tokens = 1024;  // Every policy attends to all, and so is exact.
@@ -46,6 +50,8 @@ NodeOptions OptionsFor(const std::string& model, const std::string& policy = "fu
   options.policy.recall.margin = std::numeric_limits<float>::infinity();
   options.policy.hgca.window_tokens = 64;
   options.policy.hgca.beta = 0;
+  options.policy.ess.sparse_memory_ratio = 0.2;
+  options.policy.ess.least_places = 0;
   return options;
 }
 
@@ -56,6 +62,50 @@ const std::vector<fixtures::GoldenCase>& GoldenOf(const std::string& model) {
   return at->second;
 }
 
+// Returns the float32 values of `context` tokens, of each those of every array in turn. An array
+// has those of all of the prompt's tokens.
+std::vector<uint8_t> Rows(const fixtures::GoldenCase& g, uint32_t context,
+                          std::initializer_list<const std::vector<uint16_t>*> arrays) {
+  std::vector<float> values;
+  for (size_t token = 0; token < context; ++token) {
+    for (const std::vector<uint16_t>* array : arrays) {
+      const size_t width = array->size() / g.prompt.size();
+      for (size_t i = 0; i < width; ++i) {
+        values.push_back(BFloat16ToFloat((*array)[token * width + i]));
+      }
+    }
+  }
+  const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
+  return {bytes, bytes + values.size() * sizeof(float)};
+}
+
+// Lands the first `context` tokens of a golden prompt's caches.
+void LandAll(Node& node, const std::string& transfer_id, const fixtures::GoldenCase& g,
+             uint32_t context) {
+  const CacheLayout& layout = node.transfers().layout();
+  for (uint32_t layer = 0; layer < static_cast<uint32_t>(layout.layers); ++layer) {
+    for (const CacheKind& kind : layout.kinds) {
+      const std::vector<uint8_t> payload =
+          kind.name == "kv"       ? node.ChunkPayload(g.k[layer], g.v[layer], 0, context)
+          : kind.name == "latent" ? Rows(g, context, {&g.latent[layer], &g.rope[layer]})
+                                  : Rows(g, context, {&g.index[layer]});
+      ChunkHeader header{transfer_id, layer,   kind.name,      0, static_cast<uint32_t>(kind.heads),
+                         0,           context, Crc32c(payload)};
+      OrFail(node.Land(header, payload));
+    }
+  }
+}
+
+// Hands the first `context` tokens of a golden prompt over, and returns the transfer's id.
+std::string HandOver(Node& node, const fixtures::GoldenCase& g, uint32_t context,
+                     uint32_t max_new_tokens) {
+  const auto reserved =
+      OrFail(node.transfers().Reserve(node.MakeManifest(g.prompt, context, max_new_tokens)));
+  LandAll(node, reserved.transfer_id, g, context);
+  OrFail(node.transfers().Commit(reserved.transfer_id, {}, nullptr));
+  return reserved.transfer_id;
+}
+
 Request Handed(const std::string& transfer_id, uint32_t tokens) {
   Request request = GreedyRequest({}, tokens);
   request.handoff.transfer_id = transfer_id;
@@ -63,13 +113,13 @@ Request Handed(const std::string& transfer_id, uint32_t tokens) {
 }
 
 // Hands every golden prompt over several times at once, whole and in part, and returns the answers.
-Answers HandOver(Node& node, const std::string& model) {
+Answers HandAllOver(Node& node, const std::string& model) {
   std::vector<std::shared_ptr<TokenStream>> streams;
   for (int round = 0; round < 3; ++round) {
     for (const fixtures::GoldenCase& g : GoldenOf(model)) {
       const auto prompt = static_cast<uint32_t>(g.prompt.size());
       const uint32_t context = round == 1 && prompt > 1 ? prompt - 1 : prompt;
-      streams.push_back(node.Start(Handed(node.Push(g.prompt, context, 30, g.k, g.v), 30)));
+      streams.push_back(node.Start(Handed(HandOver(node, g, context, 30), 30)));
     }
   }
   Answers answers;
@@ -86,7 +136,9 @@ Answers HandOver(Node& node, const std::string& model) {
 void CheckSame(const NodeOptions& options, int size, const std::function<Answers(Node&)>& ask) {
   Answers want;
   {
-    Node alone(options);
+    NodeOptions whole = options;
+    whole.divide_experts = false;
+    Node alone(whole);
     want = ask(alone);
   }
   OnRanks(options, size, [&](Node& node) {
@@ -96,36 +148,54 @@ void CheckSame(const NodeOptions& options, int size, const std::function<Answers
   });
 }
 
+// A model, and a policy that its ranks have.
+struct Kind {
+  const char* model;
+  const char* policy;
+};
+
 TEST_CASE("ranks decode what is handed over as one node does", "[ranks]") {
-  for (const std::string& name : fixtures::TinyModels()) {
+  std::vector<std::string> names = fixtures::TinyModels();
+  names.insert(names.end(), fixtures::TinyLatentModels().begin(),
+               fixtures::TinyLatentModels().end());
+  for (const std::string& name : names) {
     for (const int size : {2, 4}) {
       INFO(name << " on " << size);
       NodeOptions options = OptionsFor(name);
       options.prefix_cache = false;  // so that every block lands
-      CheckSame(options, size, [&](Node& node) { return HandOver(node, name); });
+      CheckSame(options, size, [&](Node& node) { return HandAllOver(node, name); });
     }
   }
 }
 
 TEST_CASE("ranks decode what is handed over under every policy", "[ranks]") {
-  for (const char* policy : {"scout", "recall", "hgca"}) {
+  for (const auto& [model, policy] : {Kind{"tiny-llama", "scout"}, Kind{"tiny-llama", "recall"},
+                                      Kind{"tiny-llama", "hgca"}, Kind{kExperts, "ess"}}) {
     INFO(policy);
-    CheckSame(OptionsFor("tiny-llama", policy), 2,
-              [](Node& node) { return HandOver(node, "tiny-llama"); });
+    NodeOptions options = OptionsFor(model, policy);
+    // A row of ess's after a shared prefix has other bits than one after what was handed over.
+    options.prefix_cache = !options.divide_experts;
+    CheckSame(options, 2, [&](Node& node) { return HandAllOver(node, model); });
   }
 }
 
 TEST_CASE("pages of DRAM go from one transfer to the next on every rank", "[ranks]") {
-  for (const char* policy : {"full", "recall"}) {
-    INFO(policy);
-    NodeOptions options = OptionsFor("tiny-llama", policy);
-    options.dram_bytes = int64_t{1} << 20;  // Room for a few prompts of 257 tokens.
-    const fixtures::GoldenCase& g = GoldenOf("tiny-llama")[2];
+  for (const auto& [model, policy] : {Kind{"tiny-llama", "full"}, Kind{"tiny-llama", "recall"},
+                                      Kind{kExperts, "full"}, Kind{kExperts, "ess"}}) {
+    INFO(model << " under " << policy);
+    NodeOptions options = OptionsFor(model, policy);
+    const fixtures::GoldenCase& g = GoldenOf(model)[2];
     const auto prompt = static_cast<uint32_t>(g.prompt.size());
     std::vector<int32_t> want;
     {
-      Node alone(options);
-      want = alone.Generate(Handed(alone.Push(g.prompt, prompt, 20, g.k, g.v), 20)).ids;
+      NodeOptions whole = options;
+      whole.divide_experts = false;
+      Node alone(whole);
+      want = alone.Generate(Handed(HandOver(alone, g, prompt, 20), 20)).ids;
+      // Room for a few prompts of 257 tokens.
+      options.dram_bytes = options.divide_experts
+                               ? 3 * alone.transfers().layout().BytesFor(prompt + 32) + 8192
+                               : int64_t{1} << 20;
     }
     OnRanks(options, 2, [&](Node& node) {
       std::deque<std::shared_ptr<TokenStream>> streams;
@@ -147,11 +217,7 @@ TEST_CASE("pages of DRAM go from one transfer to the next on every rank", "[rank
           take_oldest();
           continue;
         }
-        for (uint32_t layer = 0; layer < g.k.size(); ++layer) {
-          const std::vector<uint8_t> payload = node.ChunkPayload(g.k[layer], g.v[layer], 0, prompt);
-          ChunkHeader header{reserved->transfer_id, layer, "kv", 0, 2, 0, prompt, Crc32c(payload)};
-          REQUIRE(node.Land(header, payload).ok());
-        }
+        LandAll(node, reserved->transfer_id, g, prompt);
         if (random.Below(4) == 0) {
           REQUIRE(node.transfers().Abort(reserved->transfer_id, "").ok());
           continue;
@@ -169,9 +235,9 @@ TEST_CASE("pages of DRAM go from one transfer to the next on every rank", "[rank
 }
 
 // Returns the answers of two turns, of which the first is kept.
-Answers TwoTurns(Node& node) {
+Answers TwoTurns(Node& node, const char* model) {
   Answers answers;
-  for (const fixtures::GoldenCase& g : GoldenOf("tiny-llama")) {
+  for (const fixtures::GoldenCase& g : GoldenOf(model)) {
     Request first = GreedyRequest(g.prompt, 20);
     first.keep = absl::Seconds(30);
     const Generated one = node.Generate(std::move(first));
@@ -185,12 +251,14 @@ Answers TwoTurns(Node& node) {
 }
 
 TEST_CASE("ranks keep sequences as one node does", "[ranks]") {
-  for (const char* policy : {"full", "scout", "recall", "hgca"}) {
-    INFO(policy);
+  for (const auto& [model, policy] :
+       {Kind{"tiny-llama", "full"}, Kind{"tiny-llama", "scout"}, Kind{"tiny-llama", "recall"},
+        Kind{"tiny-llama", "hgca"}, Kind{kExperts, "full"}, Kind{kExperts, "ess"}}) {
+    INFO(model << " under " << policy);
     for (const bool prefixes : {false, true}) {
-      NodeOptions options = OptionsFor("tiny-llama", policy);
+      NodeOptions options = OptionsFor(model, policy);
       options.prefix_cache = prefixes;
-      CheckSame(options, 2, TwoTurns);
+      CheckSame(options, 2, [&](Node& node) { return TwoTurns(node, model); });
     }
   }
 }
@@ -206,20 +274,27 @@ TEST_CASE("ranks preempt sequences as one node does", "[ranks]") {
     for (auto& stream : streams) answers.push_back(Node::Collect(*stream).ids);
     return answers;
   };
-  NodeOptions options = OptionsFor("tiny-llama");
-  Answers want;
-  {
-    Node alone(options);
-    want = ask(alone);
+  for (const char* model : {"tiny-llama", kExperts}) {
+    INFO(model);
+    NodeOptions options = OptionsFor(model);
+    Answers want;
+    {
+      NodeOptions whole = options;
+      whole.divide_experts = false;
+      Node alone(whole);
+      want = ask(alone);
+      // Each rank of experts has room for one whole sequence and a half.
+      options.hbm_bytes = options.divide_experts ? alone.transfers().layout().BytesFor(580) + 8192
+                                                 : int64_t{1} << 20;
+    }
+    options.overcommit = 4;
+    OnRanks(options, 2, [&](Node& node) {
+      CHECK(ask(node) == want);
+      CHECK(ask(node) == want);
+      CHECK(node.metrics().preemptions.Value() > 0);
+      CHECK(node.Quiescent());
+    });
   }
-  options.hbm_bytes = int64_t{1} << 20;
-  options.overcommit = 4;
-  OnRanks(options, 2, [&](Node& node) {
-    CHECK(ask(node) == want);
-    CHECK(ask(node) == want);
-    CHECK(node.metrics().preemptions.Value() > 0);
-    CHECK(node.Quiescent());
-  });
 }
 
 // Returns the answers to prompts that begin as earlier ones did, one after the other.
@@ -236,18 +311,21 @@ Answers Sharing(Node& node) {
 }
 
 TEST_CASE("ranks share the blocks of equal prefixes", "[ranks]") {
-  for (const char* policy : {"full", "scout", "recall"}) {
-    INFO(policy);
-    NodeOptions options = OptionsFor("tiny-llama", policy);
+  for (const auto& [model, policy] :
+       {Kind{"tiny-llama", "full"}, Kind{"tiny-llama", "scout"}, Kind{"tiny-llama", "recall"},
+        Kind{kExperts, "full"}, Kind{kExperts, "ess"}}) {
+    INFO(model << " under " << policy);
+    NodeOptions options = OptionsFor(model, policy);
     Answers want;
     {
       NodeOptions without = options;
-      without.prefix_cache = false;
+      without.prefix_cache = without.divide_experts = false;
       Node alone(without);
       want = Sharing(alone);
+      // A part of it is kept while prompts come: blocks are dropped and used again.
+      options.dram_bytes =
+          options.divide_experts ? alone.transfers().layout().BytesFor(600) : int64_t{2} << 20;
     }
-    // A part of it is kept while prompts come: blocks are dropped and used again.
-    options.dram_bytes = int64_t{2} << 20;
     OnRanks(options, 2, [&](Node& node) {
       CHECK(Sharing(node) == want);
       CHECK(Sharing(node) == want);
@@ -282,11 +360,7 @@ TEST_CASE("hints reach the ranks that have their heads", "[ranks]") {
   const auto prompt = static_cast<uint32_t>(g.prompt.size());
   const auto ask = [&](Node& node) {
     const auto reserved = OrFail(node.transfers().Reserve(node.MakeManifest(g.prompt, prompt, 20)));
-    for (uint32_t layer = 0; layer < g.k.size(); ++layer) {
-      const std::vector<uint8_t> payload = node.ChunkPayload(g.k[layer], g.v[layer], 0, prompt);
-      ChunkHeader header{reserved.transfer_id, layer, "kv", 0, 2, 0, prompt, Crc32c(payload)};
-      if (reserved.cached_tokens < prompt) OrFail(node.Land(header, payload));
-    }
+    if (reserved.cached_tokens < prompt) LandAll(node, reserved.transfer_id, g, prompt);
     SelectionHints sent;
     sent.unit_tokens = 32;
     for (uint32_t layer = 0; layer < g.k.size(); ++layer) {
@@ -298,6 +372,112 @@ TEST_CASE("hints reach the ranks that have their heads", "[ranks]") {
     return Answers{node.Generate(Handed(reserved.transfer_id, 20)).ids};
   };
   CheckSame(options, 2, ask);
+}
+
+// Returns for each rank of experts how many sequences it has, or is to have.
+std::vector<int> Load(Node& node) {
+  std::vector<int> sequences;
+  for (int rank = 0; rank < node.ledger().ranks(); ++rank) {
+    sequences.push_back(node.ledger().sequences(rank));
+  }
+  return sequences;
+}
+
+TEST_CASE("a sequence is where its transfer was reserved, and transfers are spread", "[ranks]") {
+  const fixtures::GoldenCase& g = GoldenOf(kExperts)[2];
+  const auto prompt = static_cast<uint32_t>(g.prompt.size());
+  NodeOptions options = OptionsFor(kExperts);
+  options.prefix_cache = false;
+  OnRanks(options, 2, [&](Node& node) {
+    std::vector<std::string> ids;
+    for (int i = 0; i < 3; ++i) {
+      ids.push_back(
+          OrFail(node.transfers().Reserve(node.MakeManifest(g.prompt, prompt, 20))).transfer_id);
+    }
+    CHECK(Load(node) == std::vector<int>{2, 1});
+    const auto taken = [](const PagePool& pool) { return pool.UsageOf(0).used_bytes; };
+    CHECK(taken(node.dram()) == 2 * taken(node.dram_of(1)));
+    OrFail(node.transfers().Reserve(node.MakeManifest(g.prompt, prompt, 20)));
+    CHECK(taken(node.dram()) == taken(node.dram_of(1)));
+    // The second is rank 1's. It counts on while it runs.
+    LandAll(node, ids[1], g, prompt);
+    OrFail(node.transfers().Commit(ids[1], {}, nullptr));
+    const auto stream = node.Start(Handed(ids[1], 20));
+    stream->ReadBlocking();
+    CHECK(taken(node.hbm()) == 0);
+    Node::Collect(*stream);
+    for (const std::string& id : ids) REQUIRE(node.transfers().Abort(id, "").ok());
+  });
+}
+
+TEST_CASE("a full rank leaves transfers to another, and only a full node refuses", "[ranks]") {
+  const fixtures::GoldenCase& g = GoldenOf(kExperts)[2];
+  const auto prompt = static_cast<uint32_t>(g.prompt.size());
+  NodeOptions options = OptionsFor(kExperts);
+  options.prefix_cache = false;
+  {
+    NodeOptions whole = options;
+    whole.divide_experts = false;
+    Node alone(whole);
+    options.dram_bytes = alone.transfers().layout().BytesFor(2 * (prompt + 31)) + 8192;
+  }
+  OnRanks(options, 2, [&](Node& node) {
+    std::vector<std::string> ids;
+    const auto reserve = [&] {
+      const auto made = node.transfers().Reserve(node.MakeManifest(g.prompt, prompt, 20));
+      if (made.ok()) ids.push_back(made->transfer_id);
+      return made.status();
+    };
+    for (int i = 0; i < 4; ++i) CHECK(reserve().ok());
+    const absl::Status refused = reserve();
+    CHECK(absl::IsResourceExhausted(refused));
+    CHECK(absl::StrContains(refused.message(), "in DRAM of any rank"));
+    // What rank 1 gives back goes to the next one, although rank 0 was first when all were empty.
+    REQUIRE(node.transfers().Abort(ids[1], "").ok());
+    CHECK(Load(node) == std::vector<int>{2, 1});
+    CHECK(reserve().ok());
+    CHECK(Load(node) == std::vector<int>{2, 2});
+    for (const std::string& id : ids) REQUIRE(node.transfers().Abort(id, "").ok());
+    CHECK(node.Quiescent());
+  });
+}
+
+TEST_CASE("a prompt goes to the rank that has its beginning, if there is room", "[ranks]") {
+  NodeOptions options = OptionsFor(kExperts);
+  {
+    NodeOptions whole = options;
+    whole.divide_experts = false;
+    Node alone(whole);
+    options.hbm_bytes = alone.transfers().layout().BytesFor(600) + 8192;  // One whole sequence.
+  }
+  OnRanks(options, 2, [&](Node& node) {
+    std::vector<int32_t> prompt;
+    for (int t = 0; t < 200; ++t) prompt.push_back((7 * t * t + t) % 500);
+    const Generated first = node.Generate(GreedyRequest(prompt, 20));
+    const auto known = [&](int rank) {
+      return node.transfers().prefixes(rank)->Find("", prompt).tokens();
+    };
+    REQUIRE(node.Quiescent());
+    CHECK(known(0) == 192);
+    CHECK(known(1) == 0);
+    // Rank 0 has the beginning, and room.
+    Manifest manifest = node.MakeManifest(prompt, 200, 300);
+    const auto there = OrFail(node.transfers().Reserve(manifest));
+    CHECK(there.cached_tokens == 192);
+    CHECK(Load(node) == std::vector<int>{1, 0});
+    // Now only rank 1 has room in HBM, so the next one is there, and shares nothing.
+    const auto other = OrFail(node.transfers().Reserve(manifest));
+    CHECK(other.cached_tokens == 0);
+    CHECK(Load(node) == std::vector<int>{1, 1});
+    for (const auto& each : {there, other}) {
+      REQUIRE(node.transfers().Abort(each.transfer_id, "").ok());
+    }
+    // The same with a prompt that is computed here.
+    const Generated again = node.Generate(GreedyRequest(prompt, 20));
+    CHECK(again.ids == first.ids);
+    CHECK(again.finish.reused_tokens == 192);
+    CHECK(node.Quiescent());
+  });
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Pages of a divided model: the pools of other ranks have rank 0's pages, and chunks land where
 // each rank has its heads.
+#include <cstdlib>
 #include <cstring>
 
 #include "src/kv/chunk_landing.h"
@@ -50,6 +51,49 @@ TEST_CASE("a pool that follows rank 0's has the same pages, whoever else has the
   }
   CHECK(follows->UsageOf(0).reserved_bytes == 0);
   CHECK(follows->UsageOf(0).used_bytes == 0);
+}
+
+TEST_CASE("a pool whose kinds share its arena follows too") {
+  const auto make = [] {
+    TierShape shape{TwoKinds()};
+    shape.shared = true;
+    constexpr size_t kBytes = 64 << 10;
+    auto pool = PagePool::Create(
+        "dram", shape,
+        Buffer(std::calloc(kBytes, 1), kBytes, [](void* p, size_t) { std::free(p); }));
+    REQUIRE(pool.ok());
+    return *std::move(pool);
+  };
+  const auto leads = make(), follows = make();
+  follows->FollowRankZero();
+  auto first = std::make_unique<SequenceCache>(leads.get(), leads->TryReserve({24, 8}));
+  first->EnsureTokens({24, 8});
+  SequenceCache second(leads.get(), leads->TryReserve({40, 33}));
+  second.EnsureTokens({9, 33});
+  first.reset();
+  {
+    const auto copy = SequenceCache::OfRankZero(follows.get(), second.Describe());
+    for (int layer = 0; layer < 2; ++layer) {
+      for (size_t kind = 0; kind < 2; ++kind) {
+        CHECK(copy->Pages(layer, kind) == second.Pages(layer, kind));
+        CHECK(follows->PageAddress(kind, copy->Pages(layer, kind)[0]) - follows->base(0) ==
+              leads->PageAddress(kind, second.Pages(layer, kind)[0]) - leads->base(0));
+      }
+    }
+    // What goes back here stays rank 0's, which may have given it to another.
+    copy->ShrinkTo({40, 0});
+    second.ShrinkTo({40, 0});
+    CHECK(follows->UsageOf(0).used_bytes == leads->UsageOf(0).used_bytes);
+    CHECK(follows->UsageOf(1).used_bytes == 0);
+    // A cache takes later what rank 0's took.
+    second.Extend({40, 20});
+    second.EnsureTokens({9, 20});
+    REQUIRE(copy->Extend({40, 20}));
+    follows->ChoosePages(second.Describe().pages);
+    copy->EnsureTokens({9, 20});
+    CHECK(copy->Pages(1, 1) == second.Pages(1, 1));
+  }
+  CHECK(follows->UsageOf(0).reserved_bytes == 0);
 }
 
 // Returns a rank's layout: it has one of the model's two heads.
@@ -124,7 +168,7 @@ void LandOnRanks(bool far_away) {
   options.vocab_size = 100;
   options.max_context = 1000;
   options.footprint = [](int64_t context, int64_t total) { return Footprint{context, total}; };
-  options.places = places;
+  options.places = {places};
   int waits = 0;
   options.await_free_pages = [&] {
     ++waits;

@@ -22,25 +22,28 @@ AdmissionHeadroom Headroom(int64_t firm, int64_t soft, int64_t free) {
   headroom.soft_tokens = soft;
   headroom.free_tokens = free;
   headroom.home_tokens = 1 << 20;
-  headroom.slots = 8;
   return headroom;
 }
 
-std::vector<Admission> Plan(const AdmissionHeadroom& headroom,
-                            std::vector<WaitingSequence> waiting) {
-  std::vector<Admission> admissions(3);  // overwritten
-  PlanAdmission(headroom, waiting, &admissions);
+std::vector<Admission> PlanRanks(std::vector<AdmissionHeadroom> ranks,
+                                 const std::vector<WaitingSequence>& waiting, int slots = 8) {
+  std::vector<Admission> admissions(3, Admission::kSoft);  // overwritten
+  PlanAdmission(slots, absl::MakeSpan(ranks), waiting, &admissions);
   return admissions;
 }
 
-constexpr Admission kFirm = Admission::kFirm, kSoft = Admission::kSoft;
+std::vector<Admission> Plan(const AdmissionHeadroom& headroom,
+                            const std::vector<WaitingSequence>& waiting, int slots = 8) {
+  return PlanRanks({headroom}, waiting, slots);
+}
+
+constexpr Admission::Kind kFirm = Admission::kFirm, kSoft = Admission::kSoft;
 
 TEST_CASE("first come, first served: a large one at the head is not overtaken") {
   CHECK(Plan(Headroom(100, 100, 100), {Waiting(10, 60), Waiting(10, 60), Waiting(1, 2)}) ==
         std::vector<Admission>{kFirm});
-  AdmissionHeadroom one = Headroom(100, 100, 100);
-  one.slots = 1;
-  CHECK(Plan(one, {Waiting(1, 2), Waiting(1, 2)}) == std::vector<Admission>{kFirm});
+  CHECK(Plan(Headroom(100, 100, 100), {Waiting(1, 2), Waiting(1, 2)}, 1) ==
+        std::vector<Admission>{kFirm});
   CHECK(Plan(Headroom(0, 0, 100), {Waiting(1, 2)}).empty());
 }
 
@@ -80,7 +83,7 @@ TEST_CASE(
 }
 
 TEST_CASE("who waits for DRAM is overtaken by those that have theirs, and by nobody else") {
-  constexpr Admission kWait = Admission::kWait;
+  constexpr Admission::Kind kWait = Admission::kWait;
   WaitingSequence needs = Waiting(10, 20);
   needs.home = 50;
   WaitingSequence needs_little = needs;
@@ -96,8 +99,7 @@ TEST_CASE("who waits for DRAM is overtaken by those that have theirs, and by nob
   CHECK(Plan(headroom, {needs, needs_little}).empty());
   // HBM and slots allow no overtaking.
   CHECK(Plan(headroom, {needs, Waiting(10, 200), has}).empty());
-  headroom.slots = 1;
-  CHECK(Plan(headroom, {needs, has, has}) == std::vector<Admission>{kWait, kFirm});
+  CHECK(Plan(headroom, {needs, has, has}, 1) == std::vector<Admission>{kWait, kFirm});
 }
 
 TEST_CASE("a soft promise needs a way out in DRAM") {
@@ -128,6 +130,43 @@ TEST_CASE("who was preempted often or for long comes back with a firm promise or
   CHECK(Plan(Headroom(499, 1000, 1000), {sequence}) == std::vector<Admission>{kSoft});
   sequence.preempted = kMaxPreempted;
   CHECK(Plan(Headroom(499, 1000, 1000), {sequence}).empty());
+}
+
+WaitingSequence On(int rank, int64_t total) {
+  WaitingSequence sequence = Waiting(total, total);
+  sequence.rank = rank;
+  return sequence;
+}
+
+TEST_CASE("on each rank first come is first served, and ranks do not wait for one another") {
+  constexpr Admission::Kind kWait = Admission::kWait;
+  const std::vector<AdmissionHeadroom> ranks = {Headroom(100, 100, 100), Headroom(50, 50, 50)};
+  using Plans = std::vector<Admission>;
+  CHECK(PlanRanks(ranks, {On(1, 60), On(1, 10), On(0, 80), On(0, 30), On(0, 10)}) ==
+        Plans{kWait, kWait, {kFirm, 0}});
+  // The slots are those of all ranks.
+  CHECK(PlanRanks(ranks, {On(1, 60), On(0, 10), On(0, 10)}, 1) == Plans{kWait, {kFirm, 0}});
+  // One that any rank may have goes to the one with the fewest sequences that has room.
+  CHECK(PlanRanks(ranks, {On(-1, 10), On(-1, 10), On(-1, 10), On(-1, 60)}) ==
+        Plans{{kFirm, 0}, {kFirm, 1}, {kFirm, 0}, {kFirm, 0}});
+  std::vector<AdmissionHeadroom> loaded = ranks;
+  loaded[0].sequences = 1;
+  CHECK(PlanRanks(loaded, {On(-1, 60), On(-1, 10)}) == Plans{{kFirm, 0}, {kFirm, 1}});
+  // It overtakes nobody, and nobody overtakes it.
+  CHECK(PlanRanks(ranks, {On(1, 60), On(-1, 10)}) == Plans{kWait, {kFirm, 0}});
+  CHECK(PlanRanks(ranks, {On(-1, 200), On(0, 10), On(1, 10)}).empty());
+  // Who waits for the DRAM of one rank holds up only those that need some there.
+  std::vector<AdmissionHeadroom> full = ranks;
+  full[0].home_tokens = 5;
+  WaitingSequence needs = On(0, 10), needs_any = On(-1, 10), needs_less = On(0, 10);
+  needs.home = needs_any.home = 10;
+  needs_less.home = 1;
+  CHECK(PlanRanks(full, {needs, needs_less, needs_any, On(0, 10)}) ==
+        Plans{kWait, kWait, {kFirm, 1}, {kFirm, 0}});
+  // A soft promise on one rank does not make those of another soft.
+  std::vector<AdmissionHeadroom> soft = ranks;
+  soft[0].soft_running = true;
+  CHECK(PlanRanks(soft, {On(0, 10), On(1, 10)}) == Plans{{kSoft, 0}, {kFirm, 1}});
 }
 
 TEST_CASE("the victim is the latest with a soft promise") {
@@ -183,7 +222,6 @@ TEST_CASE("whatever arrives, everybody ends, and nobody is preempted more often 
       }
       AdmissionHeadroom headroom =
           Headroom(std::min(capacity - firm, limit - promised), limit - promised, capacity - used);
-      headroom.slots = 16 - static_cast<int>(running.size());
       for (const S& s : running) {
         headroom.growth_tokens += std::min(s.total - s.length, kGrowthTokens);
         headroom.soft_running = headroom.soft_running || s.soft;
@@ -193,11 +231,10 @@ TEST_CASE("whatever arrives, everybody ends, and nobody is preempted more often 
         views.push_back(Waiting(s.length, s.total));
         views.back().preemptions = s.preemptions;
       }
-      std::vector<Admission> admissions;
-      PlanAdmission(headroom, views, &admissions);
-      for (const Admission admission : admissions) {
+      for (const Admission& admission :
+           Plan(headroom, views, 16 - static_cast<int>(running.size()))) {
         running.push_back(waiting.front());
-        running.back().soft = admission == kSoft;
+        running.back().soft = admission.kind == kSoft;
         waiting.pop_front();
       }
       REQUIRE_FALSE(running.empty());

@@ -4,11 +4,11 @@
 #include <cstdlib>
 
 #include "absl/strings/str_cat.h"
+#include "src/device/planning_device.h"
 #include "src/kv/page_pool.h"
 #include "src/model/policy_forecast.h"
 #include "src/model/weight_source.h"
 #include "src/server/model_setup.h"
-#include "src/server/planning_device.h"
 #include "src/server/speculation.h"
 #include "tests/fixtures/fixtures.h"
 

@@ -80,6 +80,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   bool ReserveHostCopy(int slot, int64_t tokens, SharedPrefix /*prefix*/) override {
     return tier_->ReserveHostCopy(slot, tokens);
   }
+  const SequenceCache* HostCache(int slot) const override { return tier_->HostCache(slot); }
   void Evict(int slot, int64_t tokens) override { tier_->Evict(slot, tokens); }
   std::unique_ptr<SequenceCache> DetachHostCache(int slot) override {
     return tier_->DetachHostCache(slot);

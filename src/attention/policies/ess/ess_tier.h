@@ -61,6 +61,9 @@ class EssTier {
   bool ReserveHostCopy(int slot, int64_t tokens);
   void Evict(int slot, int64_t tokens);
   std::unique_ptr<SequenceCache> DetachHostCache(int slot);
+  const SequenceCache* HostCache(int slot) const {
+    return slots_[static_cast<size_t>(slot)].home.get();
+  }
 
   // Returns whether each of the slot's pools has a place for every token.
   bool HoldsWhole(int slot) const {

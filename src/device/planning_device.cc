@@ -1,4 +1,4 @@
-#include "src/server/planning_device.h"
+#include "src/device/planning_device.h"
 
 #include <sys/mman.h>
 
