@@ -6,9 +6,11 @@
 // launching, numbering, writing and polling cost, without a link between GPUs: the way over NVLink
 // comes on top. sluice-ranks-bench times the same operations among GPUs. A line has the
 // microseconds of an operation, which is the median (the least, the most) of replays of a graph of
-// kOperations of them in each stream.
+// so many of them in each stream as fit the GPU at one time, 64 at most: kernels of a graph begin
+// early, and those of one rank must not keep out another's.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
@@ -24,9 +26,11 @@ namespace {
 
 using kernels::PeerGroup;
 
-constexpr int kOperations = 64;
+constexpr int kMostOperations = 64;
+constexpr int64_t kMostThreads = 132 * 1024;  // half of what an H200 runs at one time
 constexpr int kReplays = 30;
 constexpr int64_t kMostBytes = int64_t{1} << 20;
+constexpr int64_t kExchangeThreads = 32 * 512;
 constexpr int kExpertRows[] = {8, 32, 76};
 constexpr int kUnits[] = {7168 * 2 + 64, 7168 * 4};  // DeepSeek-V3.2's dispatch and combine
 
@@ -64,12 +68,15 @@ class Ranks {
   }
 
   // Times one of the operations that `enqueue` puts on a rank's stream.
-  Timing Time(const std::function<void(int, cudaStream_t)>& enqueue) {
+  // `threads`: of one.
+  Timing Time(int64_t threads, const std::function<void(int, cudaStream_t)>& enqueue) {
+    const auto operations =
+        static_cast<int>(std::clamp<int64_t>(kMostThreads / (threads * size_), 1, kMostOperations));
     std::vector<std::unique_ptr<Graph>> graphs;
     for (int rank = 0; rank < size_; ++rank) {
       cudaStream_t stream = streams_[static_cast<size_t>(rank)];
       graphs.push_back(std::make_unique<Graph>(stream, [&] {
-        for (int i = 0; i < kOperations; ++i) enqueue(rank, stream);
+        for (int i = 0; i < operations; ++i) enqueue(rank, stream);
       }));
     }
     cudaEvent_t begin, end;
@@ -88,7 +95,7 @@ class Ranks {
       SLUICE_BENCH_CHECK(cudaDeviceSynchronize());
       float ms = 0;
       SLUICE_BENCH_CHECK(cudaEventElapsedTime(&ms, begin, end));
-      if (replay >= 0) us.push_back(ms * 1e3 / kOperations);
+      if (replay >= 0) us.push_back(ms * 1e3 / operations);
     }
     SLUICE_BENCH_CHECK(cudaEventDestroy(begin));
     SLUICE_BENCH_CHECK(cudaEventDestroy(end));
@@ -116,12 +123,12 @@ void TimeSums(Ranks& ranks) {
       in.push_back(NewMemory(bytes));
       out.push_back(NewMemory(bytes * ranks.size()));
     }
-    Print(ranks, "all-reduce", bytes, ranks.Time([&](int rank, cudaStream_t stream) {
+    Print(ranks, "all-reduce", bytes, ranks.Time(bytes / 12, [&](int rank, cudaStream_t stream) {
       void* const data = in[static_cast<size_t>(rank)];
       SLUICE_BENCH_CHECK(kernels::cuda::LaunchPeerAllReduce(
           {ranks.Of(rank), data, data, bytes / 4, kernels::DType::kFloat32, 0}, stream));
     }));
-    Print(ranks, "all-gather", bytes, ranks.Time([&](int rank, cudaStream_t stream) {
+    Print(ranks, "all-gather", bytes, ranks.Time(bytes / 12, [&](int rank, cudaStream_t stream) {
       const auto r = static_cast<size_t>(rank);
       SLUICE_BENCH_CHECK(
           kernels::cuda::LaunchPeerAllGather({ranks.Of(rank), in[r], out[r], bytes, 0}, stream));
@@ -144,18 +151,19 @@ void TimeExchanges(Ranks& ranks) {
         SLUICE_BENCH_CHECK(
             cudaMemcpy(counts.back(), all.data(), all.size() * 4, cudaMemcpyHostToDevice));
       }
-      Print(ranks, "all-to-all", bytes, ranks.Time([&](int rank, cudaStream_t stream) {
-        const auto r = static_cast<size_t>(rank);
-        kernels::PeerAllToAllParams p{};
-        p.group = ranks.Of(rank);
-        p.send = send[r];
-        p.send_counts = static_cast<const int32_t*>(counts[r]);
-        for (size_t i = 0; i < receive.size(); ++i) p.receives[i] = receive[i];
-        p.receive_counts = static_cast<int32_t*>(arrived[r]);
-        p.capacity = rows;
-        p.unit_bytes = unit;
-        SLUICE_BENCH_CHECK(kernels::cuda::LaunchPeerAllToAll(p, stream));
-      }));
+      Print(ranks, "all-to-all", bytes,
+            ranks.Time(kExchangeThreads, [&](int rank, cudaStream_t stream) {
+              const auto r = static_cast<size_t>(rank);
+              kernels::PeerAllToAllParams p{};
+              p.group = ranks.Of(rank);
+              p.send = send[r];
+              p.send_counts = static_cast<const int32_t*>(counts[r]);
+              for (size_t i = 0; i < receive.size(); ++i) p.receives[i] = receive[i];
+              p.receive_counts = static_cast<int32_t*>(arrived[r]);
+              p.capacity = rows;
+              p.unit_bytes = unit;
+              SLUICE_BENCH_CHECK(kernels::cuda::LaunchPeerAllToAll(p, stream));
+            }));
     }
   }
 }
