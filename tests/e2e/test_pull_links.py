@@ -13,7 +13,8 @@ from sluice_client import rpc
 from support.metrics_text import Scrape, wait_for
 from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, error_of, greedy, run, tokens_of
 
-DEADLINE_S = 1.0 * SCALE
+# Nodes that share a GPU take turns on it, a few milliseconds each.
+DEADLINE_S = (4.0 if DEVICE == "cuda" else 1.0) * SCALE
 IDLE_S = 1.0 * SCALE
 LINKS = ("--kv-transport", "nccl", "--kv-transport-deadline-seconds", f"{DEADLINE_S}s")
 # What carries the bytes. Nodes that share one GPU take part in NCCL as if each had a host of its own.
@@ -243,6 +244,7 @@ def test_a_source_that_starts_again_gets_a_new_link(start, model, decode, expect
     assert generate(decode, hold(second), tokens=24) == expected
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="only NCCL makes its ids")
 def test_a_reader_that_asks_wrongly_is_told_so(start, model):
     prefill = start("sluice-prefill", model, *LINKS)
     source = hold(prefill)

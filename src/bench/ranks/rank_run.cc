@@ -19,6 +19,7 @@
 #include "src/bench/ranks/quiet_ranks.h"
 #include "src/bench/workload/random_caches.h"
 #include "src/device/cpu/cpu_device.h"
+#include "src/device/planning_device.h"
 #include "src/device/rank_channel.h"
 #include "src/engine/batch_state.h"
 #include "src/engine/rank_follower.h"
@@ -116,12 +117,12 @@ class Rank {
                             BenchDevice::Create({options_.device, options_.kernels, threads}));
     device_ = &bench_device_->device();
     if (ranks() == 1) return absl::OkStatus();
-    RankChannel::Options channel;
+    HostChannelOptions channel;
     channel.name = absl::StrCat(group_options_.name, "-plans");
     channel.rank = group_options_.rank;
     channel.size = ranks();
     channel.join_timeout = kJoinTime;
-    SLUICE_ASSIGN_OR_RETURN(channel_, RankChannel::Join(channel));
+    SLUICE_ASSIGN_OR_RETURN(channel_, JoinHostChannel(channel));
     RankGroupOptions group = group_options_;
     group.join_timeout = kJoinTime;
     SLUICE_ASSIGN_OR_RETURN(joined_, device_->JoinRanks(group));
@@ -155,8 +156,9 @@ class Rank {
     const int64_t sequences = options_.experts() ? most_sequences() / ranks() : most_sequences();
     const int64_t bytes = (layout.BytesFor(model_->max_context()) + 4096) * sequences + 8192;
     const bool homes = options_.policies != std::vector<std::string>{"full"};
-    SLUICE_ASSIGN_OR_RETURN(
-        tiers_, BenchTiers::Create(*device_, bytes, std::max(homes ? bytes : 0, kLeastDram)));
+    tier_bytes_ = bytes;
+    home_bytes_ = std::max(homes ? bytes : 0, kLeastDram);
+    SLUICE_ASSIGN_OR_RETURN(tiers_, BenchTiers::Create(*device_, tier_bytes_, home_bytes_));
     world_.device = device_;
     world_.model = model_.get();
     world_.max_context = model_->max_context();
@@ -218,6 +220,7 @@ class Rank {
   absl::Status Run(const Phase& phase) {
     SLUICE_RETURN_IF_ERROR(tiers_->Cut(&world_, phase.policy));
     SLUICE_RETURN_IF_ERROR(FillCaches());
+    if (!leads() && options_.experts()) world_.dram->FollowRankZero();
     PolicyWorld world = world_;
     SLUICE_RETURN_IF_ERROR(ForceMisses(phase, &world));
     SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<AttentionPolicy> policy,
@@ -253,6 +256,25 @@ class Rank {
     return Meet();
   }
 
+  // Makes what stands on rank 0 for the pools and policies of the other ranks, as a server does.
+  absl::Status MakeOthers(const Phase& phase) {
+    others_.clear();
+    if (planning_ == nullptr) planning_ = NewPlanningDevice(device_);
+    for (int rank = 1; rank < ranks(); ++rank) {
+      Other other;
+      SLUICE_ASSIGN_OR_RETURN(other.tiers,
+                              BenchTiers::Create(*planning_, tier_bytes_, home_bytes_));
+      PolicyWorld world = world_;
+      world.device = planning_.get();
+      world.options.ess.mover = PolicyOptions::Mover::kUva;  // nothing moves, so none is measured
+      SLUICE_RETURN_IF_ERROR(other.tiers->Cut(&world, phase.policy));
+      world.dram->SetRank(rank);
+      SLUICE_ASSIGN_OR_RETURN(other.policy, SetUpPolicy(world, phase.policy));
+      others_.push_back(std::move(other));
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status Lead(const Phase& phase, Device* device, AttentionPolicy* watched, RankRows* rows) {
     std::unique_ptr<DeviceTrace> trace;
     if (phase.traced) {
@@ -261,14 +283,17 @@ class Rank {
     }
     traces_.clear();
     {
+      std::unique_ptr<RankLedger> ledger;
       std::unique_ptr<RankLeader> leader;
       if (ranks() > 1) {
         RankDivision division;
         SLUICE_ASSIGN_OR_RETURN(division.part, HintPartOf(model_->whole_config(), 0, ranks()));
         division.rows = rows;
         if (rows != nullptr) {
-          division.ledger =
-              std::make_unique<RankLedger>(world_.hbm, world_.dram, ranks(), world_.slots);
+          SLUICE_RETURN_IF_ERROR(MakeOthers(phase));
+          ledger = std::make_unique<RankLedger>(world_.hbm, ranks());
+          division.ledger = ledger.get();
+          for (const Other& other : others_) division.others.push_back(other.policy.get());
         }
         leader = std::make_unique<RankLeader>(watched, channel_.get(), group_.get(), world_.slots,
                                               std::move(division));
@@ -417,6 +442,10 @@ class Rank {
     return absl::OkStatus();
   }
 
+  struct Other {
+    std::unique_ptr<BenchTiers> tiers;
+    std::unique_ptr<AttentionPolicy> policy;
+  };
   struct Traced {
     RankStep step;
     absl::Time begin, end;
@@ -435,6 +464,9 @@ class Rank {
   std::unique_ptr<RankGroup> joined_, group_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<BenchTiers> tiers_;
+  int64_t tier_bytes_ = 0, home_bytes_ = 0;   // of HBM and DRAM of a rank
+  std::unique_ptr<PlanningDevice> planning_;  // of others_; null until it is needed
+  std::vector<Other> others_;                 // on rank 0: the ranks of experts from 1 on
   PolicyWorld world_;
   std::unique_ptr<ForcedMisses> lists_;  // null: rows select by themselves
   AttentionPolicy* policy_ = nullptr;    // the phase's, on rank 0
