@@ -321,6 +321,7 @@ class Rank {
   absl::Status JoinSequence(int slot) {
     const auto tokens = static_cast<int>(options_.context);
     std::unique_ptr<SequenceCache> none;
+    policy_->UseRank(options_.experts() ? slot % ranks() : 0);
     if (!policy_->Admit(slot, 0, world_.max_context, Promise::kFirm, none)) {
       return absl::ResourceExhaustedError(
           absl::StrCat("--batches: the caches of ", slot, " sequences fill a rank's memory"));
