@@ -35,16 +35,26 @@ uint32_t ExtendCrc32c(uint32_t crc, absl::Span<const uint8_t> bytes) {
   return ~crc;
 }
 
-Crc32cJoin::Crc32cJoin(uint64_t second_bytes) : shift_(kOne) {
+Crc32cJoin::Crc32cJoin(uint64_t second_bytes) {
+  uint32_t shift = kOne;
   // Powers by squaring, from x^8.
   for (uint32_t power = kOne >> 8; second_bytes > 0; second_bytes >>= 1) {
-    if ((second_bytes & 1) != 0) shift_ = Multiply(power, shift_);
+    if ((second_bytes & 1) != 0) shift = Multiply(power, shift);
     power = Multiply(power, power);
+  }
+  for (int n = 0; n < 8; ++n) {
+    for (uint32_t v = 1; v < 16; ++v) {
+      const uint32_t rest = v & (v - 1);  // without its lowest bit
+      shifted_[n][v] =
+          rest == 0 ? Multiply(v << (4 * n), shift) : shifted_[n][rest] ^ shifted_[n][v ^ rest];
+    }
   }
 }
 
 uint32_t Crc32cJoin::operator()(uint32_t first, uint32_t second) const {
-  return Multiply(first, shift_) ^ second;
+  uint32_t joined = second;
+  for (int n = 0; n < 8; ++n) joined ^= shifted_[n][(first >> (4 * n)) & 15];
+  return joined;
 }
 
 }  // namespace sluice

@@ -28,28 +28,23 @@
 
 namespace sluice {
 
-// Where the pieces of a message lie.
-enum class LinkMemory {
-  kHost,    // DRAM that the device need not reach; only for Send
-  kDevice,  // memory of the device, or pinned DRAM
-};
-
 class PeerLink {
  public:
   virtual ~PeerLink() = default;
 
+  // A piece of a message lies in memory of either MemoryKind of the link's device.
   struct Piece {
     void* data;  // null at the receiving end: these bytes are dropped
     size_t bytes;
   };
   // Sends the pieces as one message. They must stay as they are until Flush, or until the link is
   // gone. INVALID_ARGUMENT: the message is empty, or larger than PeerLinkOptions::message_bytes.
-  absl::Status Send(absl::Span<const Piece> pieces, LinkMemory memory);
+  absl::Status Send(absl::Span<const Piece> pieces);
   // Waits until the receiving end has all that was sent.
   virtual absl::Status Flush() = 0;
-  // Asks for the next message, and puts its bytes into the pieces in order. The pieces, which are
-  // memory of kind kDevice, are written until Await has returned this message, or the link has
-  // failed. REQUIRES: fewer than depth() messages are asked for and not awaited.
+  // Asks for the next message, and puts its bytes into the pieces in order. The pieces are written
+  // until Await has returned this message, or the link has failed. REQUIRES: fewer than depth()
+  // messages are asked for and not awaited.
   absl::Status Receive(absl::Span<const Piece> pieces);
   // Waits for the oldest message that was asked for, and returns the CRC-32C of all its bytes.
   virtual absl::StatusOr<uint32_t> Await() = 0;
@@ -62,8 +57,7 @@ class PeerLink {
 
  protected:
   PeerLink(size_t message_bytes, int depth) : message_bytes_(message_bytes), depth_(depth) {}
-  virtual absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes,
-                                   LinkMemory memory) = 0;
+  virtual absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes) = 0;
   virtual absl::Status ReceiveMessage(absl::Span<const Piece> pieces, size_t bytes) = 0;
 
  private:

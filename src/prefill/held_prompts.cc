@@ -31,72 +31,70 @@ uint32_t HeldLayer::Crc32cOf(const CacheKind& of_kind, uint32_t from, uint32_t t
   const Crc32cJoin whole(static_cast<uint64_t>(of_kind.block_bytes()));
   uint32_t sum = 0;
   for (uint32_t token = from; token < to; token += block_tokens) {
-    const uint32_t* const block = crc32c.data() + (token - static_cast<uint32_t>(token_begin)) /
-                                                      block_tokens *
-                                                      static_cast<uint32_t>(of_kind.heads);
-    const uint32_t tokens = std::min(block_tokens, static_cast<uint32_t>(token_end) - token);
+    const uint32_t* const block =
+        crc32c.data() + token / block_tokens * static_cast<uint32_t>(of_kind.heads);
+    const uint32_t count = std::min(block_tokens, static_cast<uint32_t>(tokens) - token);
     const Crc32cJoin join =
-        tokens == block_tokens
-            ? whole
-            : Crc32cJoin(static_cast<uint64_t>(of_kind.bytes_per_token * tokens));
+        count == block_tokens ? whole
+                              : Crc32cJoin(static_cast<uint64_t>(of_kind.bytes_per_token * count));
     for (uint32_t head = head_begin; head < head_end; ++head) sum = join(sum, block[head]);
   }
   return sum;
 }
 
-struct HeldPrompts::Budget {
-  explicit Budget(uint64_t most) : max_bytes(most) {}
-  bool Take(uint64_t count) {
-    absl::MutexLock lock(&mutex);
-    if (count > max_bytes - bytes) return false;
-    bytes += count;
-    return true;
-  }
-  void GiveBack(uint64_t count) {
-    absl::MutexLock lock(&mutex);
-    bytes -= count;
-  }
-  uint64_t Taken() const {
-    absl::MutexLock lock(&mutex);
-    return bytes;
-  }
-  const uint64_t max_bytes;
-  mutable absl::Mutex mutex;
-  uint64_t bytes ABSL_GUARDED_BY(mutex) = 0;
-};
-
 // Copies the caches that the prefiller computes.
 class HeldPrompts::Collector : public LayerSink {
  public:
-  Collector(const Options& options, HeldPrompt* out) : options_(options), out_(out) {}
+  Collector(const Options& options, HeldPrompt* out) : options_(options), out_(out) {
+    const auto tokens = static_cast<int>(out->context_length);
+    uint8_t* at = out->memory.get();
+    for (int layer = 0; layer < options.layout.layers; ++layer) {
+      for (size_t index = 0; index < options.layout.kinds.size(); ++index) {
+        const CacheKind& kind = options.layout.kinds[index];
+        HeldLayer held;
+        held.layer = layer;
+        held.kind = index;
+        held.tokens = tokens;
+        held.bytes = at;
+        held.size = static_cast<size_t>(kind.bytes_per_token * kind.heads * tokens);
+        held.crc32c.resize(static_cast<size_t>(kind.BlocksFor(tokens) * kind.heads));
+        at += held.size;
+        out->layers.push_back(std::move(held));
+      }
+    }
+  }
 
   absl::Status Begin() override { return absl::OkStatus(); }
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                      absl::Span<const absl::Span<const uint8_t>> pieces) override {
     const int index = options_.layout.FindKind(kind.name);
     SLUICE_CHECK(index >= 0, "a cache kind ", kind.name, " that the layout does not have");
-    HeldLayer held;
-    held.layer = layer;
-    held.kind = static_cast<size_t>(index);
-    held.token_begin = token_begin;
-    held.token_end = token_end;
-    for (const absl::Span<const uint8_t> piece : pieces) held.size += piece.size();
-    held.bytes.reset(new uint8_t[held.size]);  // not filled with zeros first
-    uint8_t* at = held.bytes.get();
+    HeldLayer& held = out_->layers.at(static_cast<size_t>(layer) * options_.layout.kinds.size() +
+                                      static_cast<size_t>(index));
+    SLUICE_CHECK(token_begin % kind.block_tokens == 0 && token_end <= held.tokens, "tokens [",
+                 token_begin, ", ", token_end, ") of a prompt of ", held.tokens);
+    const auto bytes_of = [&](int tokens) {
+      return static_cast<size_t>(kind.bytes_per_token * kind.heads * tokens);
+    };
+    const uint8_t* block = held.bytes + bytes_of(token_begin);
+    uint8_t* at = held.bytes + bytes_of(token_begin);
+    size_t left = bytes_of(token_end - token_begin);
     for (const absl::Span<const uint8_t> piece : pieces) {
+      SLUICE_CHECK(piece.size() <= left, "a layer has more bytes than its tokens");
       std::memcpy(at, piece.data(), piece.size());
       at += piece.size();
+      left -= piece.size();
     }
-    const uint8_t* block = held.bytes.get();
+    SLUICE_CHECK(left == 0, "a layer lacks ", left, " bytes");
+    uint32_t* crc = held.crc32c.data() + token_begin / kind.block_tokens * kind.heads;
     for (int token = token_begin; token < token_end; token += kind.block_tokens) {
       const auto bytes = static_cast<size_t>(kind.bytes_per_token *
                                              std::min(kind.block_tokens, token_end - token));
       for (int head = 0; head < kind.heads; ++head, block += bytes) {
-        held.crc32c.push_back(Crc32c({block, bytes}));
+        *crc++ = Crc32c({block, bytes});
       }
     }
-    out_->bytes += held.size;
-    out_->layers.push_back(std::move(held));
+    out_->bytes += bytes_of(token_end - token_begin);
     return absl::OkStatus();
   }
   std::string tenant() const override { return out_->tenant; }
@@ -108,10 +106,10 @@ class HeldPrompts::Collector : public LayerSink {
   HeldPrompt* const out_;
 };
 
-HeldPrompts::HeldPrompts(Options options, Prefiller* prefiller)
+HeldPrompts::HeldPrompts(Options options, Prefiller* prefiller, Buffer arena)
     : options_(std::move(options)),
       prefiller_(prefiller),
-      budget_(std::make_shared<Budget>(options_.max_bytes)),
+      memory_(options_.max_bytes, std::move(arena)),
       reaper_([this] { ReapLoop(); }) {}
 
 HeldPrompts::~HeldPrompts() {
@@ -147,12 +145,9 @@ absl::StatusOr<HeldPrompts::Held> HeldPrompts::Hold(const Wanted& wanted,
     absl::MutexLock lock(&mutex_);
     if (entries_.size() >= options_.max_prompts) return full();
   }
-  if (!budget_->Take(bytes)) return full();
-  // The last owner of the prompt, which may be a reader, gives its bytes back.
-  std::shared_ptr<HeldPrompt> held(new HeldPrompt, [budget = budget_, bytes](HeldPrompt* prompt) {
-    delete prompt;
-    budget->GiveBack(bytes);
-  });
+  const auto held = std::make_shared<HeldPrompt>();
+  held->memory = memory_.Take(bytes);
+  if (held->memory == nullptr) return full();
   held->source_id = absl::StrFormat("%016x%016x", RandomU64(), RandomU64());
   held->tenant = wanted.tenant;
   held->request_id = wanted.request_id;
@@ -169,7 +164,7 @@ absl::StatusOr<HeldPrompts::Held> HeldPrompts::Hold(const Wanted& wanted,
   held->first_token = result.first_token;
   absl::MutexLock lock(&mutex_);
   entries_[held->source_id] = {held, absl::Now() + options_.max_lease};
-  return Held{std::move(held), result.queued, result.compute, options_.max_lease};
+  return Held{held, result.queued, result.compute, options_.max_lease};
 }
 
 std::map<std::string, HeldPrompts::Entry>::iterator HeldPrompts::FindLocked(
@@ -228,7 +223,7 @@ bool HeldPrompts::ReleaseRequest(const std::string& request_id) {
 
 HeldPrompts::Usage HeldPrompts::usage() const {
   absl::MutexLock lock(&mutex_);
-  return {entries_.size(), budget_->Taken(), expired_, options_.max_bytes};
+  return {entries_.size(), memory_.taken(), expired_, options_.max_bytes};
 }
 
 void HeldPrompts::ReapLoop() {

@@ -1,5 +1,5 @@
-// Holds prompts whose caches wait here until a decode node has read them. The caches are in
-// ordinary memory under a lease, and go with Release or when the lease ends. Thread-safe.
+// Holds prompts whose caches wait here until a decode node has read them. The caches are under a
+// lease, and go with Release or when the lease ends. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -17,19 +17,20 @@
 #include "absl/time/time.h"
 #include "src/kv/cache_layout.h"
 #include "src/kv/selection_hints.h"
+#include "src/prefill/held_memory.h"
 #include "src/prefill/prefiller.h"
 #include "src/request/token.h"
 #include "src/sampling/sampling_params.h"
 
 namespace sluice {
 
-// A layer's caches of tokens [token_begin, token_end) of one cache kind, all heads, as chunk
-// payload.
+// A layer's caches of all tokens of one cache kind, all heads, as chunk payload. They are in one
+// piece however the prompt was computed, so that a reader's chunks may be as large as it likes.
 struct HeldLayer {
   int layer = 0;
   size_t kind = 0;  // index into the layout's kinds
-  int token_begin = 0, token_end = 0;
-  std::unique_ptr<uint8_t[]> bytes;
+  int tokens = 0;
+  uint8_t* bytes = nullptr;  // in the prompt's memory
   size_t size = 0;
   // The checksum of each block, in the order of `bytes`. They are made once, whoever reads the
   // layer and in whatever chunks.
@@ -49,8 +50,9 @@ struct HeldPrompt {
   std::string request_id;  // the request that it was computed for; empty: it has no name
   std::string prompt_digest;
   uint32_t context_length = 0;
-  std::vector<HeldLayer> layers;  // in the order in which they were computed
-  uint64_t bytes = 0;             // bytes of the layers
+  std::shared_ptr<uint8_t[]> memory;  // of the layers, one behind the other
+  std::vector<HeldLayer> layers;      // by layer, then by kind
+  uint64_t bytes = 0;                 // bytes of the layers
   SelectionHints hints;
   std::optional<OutputToken> first_token;
   std::shared_ptr<const void> kept_with;  // see Wanted
@@ -67,7 +69,9 @@ class HeldPrompts {
     // nodes take.
     int64_t hint_tokens = 1 << 14;
   };
-  HeldPrompts(Options options, Prefiller* prefiller);
+  // The caches lie in `arena`, which has options.max_bytes bytes, or if it is empty, in ordinary
+  // memory. Links need an arena that their device reaches (MemoryKind::kPinned).
+  HeldPrompts(Options options, Prefiller* prefiller, Buffer arena = Buffer());
   ~HeldPrompts();
 
   struct Wanted {
@@ -111,8 +115,6 @@ class HeldPrompts {
 
  private:
   class Collector;
-  // Counts the memory of prompts. A prompt's last owner gives its bytes back.
-  struct Budget;
   struct Entry {
     std::shared_ptr<const HeldPrompt> prompt;
     absl::Time end;
@@ -124,7 +126,7 @@ class HeldPrompts {
 
   const Options options_;
   Prefiller* const prefiller_;
-  const std::shared_ptr<Budget> budget_;
+  HeldMemory memory_;
   mutable absl::Mutex mutex_;
   std::map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
   uint64_t expired_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -70,14 +70,17 @@ absl::Status PrefillNode::LoadModelAndMemory() {
     held.layout = model_->cache_layout();
     held.max_bytes = config_.hold_bytes();
     held.max_lease = absl::Seconds(config_.hold_seconds());
-    held_ = std::make_unique<HeldPrompts>(std::move(held), prefiller_.get());
     SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PeerLinks> links, NewKvLinks(config_, device_.get()));
+    Buffer arena;
     if (links != nullptr) {
+      SLUICE_ASSIGN_OR_RETURN(arena, device_->Allocate(MemoryKind::kPinned, held.max_bytes,
+                                                       "held prompts (hold_bytes)"));
       SourceLinks::Options ends;
       ends.links = std::move(links);
       ends.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
       links_ = std::make_unique<SourceLinks>(std::move(ends));
     }
+    held_ = std::make_unique<HeldPrompts>(std::move(held), prefiller_.get(), std::move(arena));
   }
   return absl::OkStatus();
 }

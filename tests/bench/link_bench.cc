@@ -170,15 +170,15 @@ class Process {
       std::printf("%-46s %8.1f ms  (%s)\n", "a link is made in",
                   absl::ToDoubleMilliseconds(absl::Now() - begin), links->transport());
     }
-    const auto move = [&](const Buffer& from, LinkMemory memory, const Buffer& to) {
-      return sends() ? SendAll(*link, from, memory, message) : ReceiveAll(*link, to, message);
+    const auto move = [&](const Buffer& from, const Buffer& to) {
+      return sends() ? SendAll(*link, from, message) : ReceiveAll(*link, to, message);
     };
-    SLUICE_RETURN_IF_ERROR(Time("link, HBM to HBM, checksums", bytes,
-                                [&] { return move(hbm, LinkMemory::kDevice, hbm); }));
-    SLUICE_RETURN_IF_ERROR(Time("link, HBM to pinned DRAM, checksums", bytes,
-                                [&] { return move(hbm, LinkMemory::kDevice, pinned); }));
-    return Time("link, DRAM to pinned DRAM, checksums", bytes,
-                [&] { return move(pinned, LinkMemory::kHost, pinned); });
+    SLUICE_RETURN_IF_ERROR(
+        Time("link, HBM to HBM, checksums", bytes, [&] { return move(hbm, hbm); }));
+    SLUICE_RETURN_IF_ERROR(
+        Time("link, HBM to pinned DRAM, checksums", bytes, [&] { return move(hbm, pinned); }));
+    return Time("link, pinned to pinned DRAM, checksums", bytes,
+                [&] { return move(pinned, pinned); });
   }
 
   // ncclSend and ncclRecv of the same messages on CUDA; shared memory on a CPU.
@@ -199,11 +199,10 @@ class Process {
     return absl::OkStatus();
   }
 
-  static absl::Status SendAll(PeerLink& link, const Buffer& from, LinkMemory memory,
-                              size_t message) {
+  static absl::Status SendAll(PeerLink& link, const Buffer& from, size_t message) {
     for (size_t at = 0; at < from.bytes(); at += message) {
       const PeerLink::Piece piece = {from.as<uint8_t>() + at, message};
-      SLUICE_RETURN_IF_ERROR(link.Send({&piece, 1}, memory));
+      SLUICE_RETURN_IF_ERROR(link.Send({&piece, 1}));
     }
     return link.Flush();
   }
@@ -243,8 +242,11 @@ class Process {
     Caches caches;
     HeldPrompts::Options hold;
     hold.layout = Layout();
-    hold.max_bytes = uint64_t{64} << 30;
-    HeldPrompts held(hold, &caches);
+    // Room for two: the next prompt may be held before the last reader of the one before lets go.
+    hold.max_bytes = 2 * static_cast<uint64_t>(Layout().BytesFor(flags_.tokens));
+    SLUICE_ASSIGN_OR_RETURN(Buffer arena,
+                            device_->Allocate(MemoryKind::kPinned, hold.max_bytes, "held prompts"));
+    HeldPrompts held(hold, &caches, std::move(arena));
     SourceLinks::Options options;
     SLUICE_ASSIGN_OR_RETURN(options.links, testing::TestPeerLinks(device_.get()));
     SourceLinks links(std::move(options));
@@ -318,8 +320,8 @@ class Process {
         if (round > 0) times.push_back(absl::Now() - begin);  // the first one makes the link
         Meet();
       }
-      Print(by_link ? "pull over the link, DRAM to pinned DRAM"
-                    : "pull over gRPC, DRAM to pinned DRAM",
+      Print(by_link ? "pull over the link, pinned to pinned DRAM"
+                    : "pull over gRPC, pinned to pinned DRAM",
             bytes, times);
     }
     return absl::OkStatus();

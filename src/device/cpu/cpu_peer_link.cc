@@ -114,7 +114,7 @@ class CpuPeerLink : public PeerLink {
         absl::StrCat("the link failed while this end waited for ", what, ": ", status.message()));
   }
 
-  absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes, LinkMemory) override {
+  absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes) override {
     SLUICE_CHECK(options_.sends, "only the sending end of a link sends");
     if (!host_->failure().ok()) return Failure();
     SLUICE_RETURN_IF_ERROR(AwaitWord(shared().taken, sent_ + 1 - static_cast<uint32_t>(depth()),

@@ -1,7 +1,8 @@
 // A message has a slot of a ring in HBM at either end. The sending end fills it on its copy stream,
 // unless the message is one piece of HBM, and sends it on the stream of the communicator. The
-// receiving end receives into its slot, or straight into a single piece, and computes the checksum
-// and copies to the pieces on its copy stream, while the next message arrives.
+// receiving end receives into its slot, or straight into a single piece. Then it copies to the
+// pieces on its copy stream and computes the checksum on a third one, beside that copy and while
+// the next message arrives.
 //
 // NCCL's kernels wait on the GPU for the other end, so nothing on the host waits but the caller,
 // who looks at events until the deadline, and then aborts the communicator. That ends the kernels;
@@ -35,6 +36,9 @@ namespace {
 
 constexpr int kReceiver = 0, kSender = 1;
 constexpr absl::Duration kLook = absl::Microseconds(20);
+// NCCL takes a call in tens of microseconds, and a sleep lasts longer than kLook by the system's
+// own slack of some 50. At 50 GB/s a message of 8 MiB takes 170.
+constexpr absl::Duration kSpin = absl::Microseconds(100);
 constexpr char kIdFront[] = "nccl:";
 
 absl::StatusOr<ncclUniqueId> Parse(const std::string& id) {
@@ -64,6 +68,8 @@ class NcclPeerLink : public PeerLink {
         device_(device) {
     stream_ = NewStream(device, Device::StreamKind::kCompute);
     copies_ = NewStream(device, Device::StreamKind::kCopy);
+    // A checksum is short and somebody waits for it, so that it has the priority of copies.
+    checks_ = NewStream(device, Device::StreamKind::kCopy);
   }
   ~NcclPeerLink() override { Abort("it was given up"); }
 
@@ -75,18 +81,17 @@ class NcclPeerLink : public PeerLink {
     const size_t ring = depth * SlotBytes();
     SLUICE_ASSIGN_OR_RETURN(
         hbm_, device_->Allocate(MemoryKind::kDevice, ring + depth * sizeof(uint32_t), what));
-    SLUICE_ASSIGN_OR_RETURN(
-        pinned_, device_->Allocate(MemoryKind::kPinned,
-                                   options_.sends ? ring : depth * sizeof(uint32_t), what));
+    SLUICE_ASSIGN_OR_RETURN(pinned_,
+                            device_->Allocate(MemoryKind::kPinned, depth * sizeof(uint32_t), what));
     slots_.resize(depth);
     for (size_t i = 0; i < depth; ++i) {
       Slot& slot = slots_[i];
       slot.hbm = hbm_.as<uint8_t>() + i * SlotBytes();
-      slot.host = options_.sends ? pinned_.as<uint8_t>() + i * SlotBytes() : nullptr;
       slot.crc = reinterpret_cast<uint32_t*>(hbm_.as<uint8_t>() + ring) + i;
-      slot.host_crc = options_.sends ? nullptr : pinned_.as<uint32_t>() + i;
+      slot.host_crc = pinned_.as<uint32_t>() + i;
       slot.moved = device_->NewEvent();
       slot.done = device_->NewEvent();
+      slot.checked = device_->NewEvent();
     }
     return absl::OkStatus();
   }
@@ -124,9 +129,11 @@ class NcclPeerLink : public PeerLink {
  private:
   struct Slot {
     uint8_t* hbm = nullptr;
-    uint8_t* host = nullptr;       // pinned; only at the sending end
-    uint32_t* crc = nullptr;       // in HBM
-    uint32_t* host_crc = nullptr;  // pinned; only at the receiving end
+    // The receiving end alone uses these:
+    uint32_t* crc = nullptr;         // in HBM
+    uint32_t* host_crc = nullptr;    // pinned
+    std::unique_ptr<Event> checked;  // host_crc is there
+    // Both ends use these:
     std::unique_ptr<Event> moved;  // the slot is filled, or the message has arrived
     std::unique_ptr<Event> done;   // the message is sent, or has landed
     std::vector<Stream::CopyOp> ops;
@@ -138,8 +145,7 @@ class NcclPeerLink : public PeerLink {
   size_t SlotBytes() const { return (options_.message_bytes + 255) / 256 * 256; }
   Slot& SlotOf(uint64_t message) { return slots_[message % slots_.size()]; }
 
-  absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes,
-                           LinkMemory memory) override {
+  absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes) override {
     SLUICE_CHECK(options_.sends, "only the sending end of a link sends");
     Slot& slot = SlotOf(begun_);
     if (begun_ - ended_ == slots_.size()) {
@@ -147,14 +153,7 @@ class NcclPeerLink : public PeerLink {
       ++ended_;
     }
     const uint8_t* source = slot.hbm;
-    if (memory == LinkMemory::kHost) {
-      uint8_t* to = slot.host;
-      for (const Piece& piece : pieces) {
-        std::memcpy(to, piece.data, piece.bytes);
-        to += piece.bytes;
-      }
-      copies_->Copy(slot.hbm, slot.host, bytes);
-    } else if (pieces.size() == 1 && InHbm(pieces[0].data)) {
+    if (pieces.size() == 1 && InHbm(pieces[0].data)) {
       source = static_cast<const uint8_t*>(pieces[0].data);
     } else {
       slot.ops.clear();
@@ -199,14 +198,16 @@ class NcclPeerLink : public PeerLink {
       from += piece.bytes;
     }
     if (!slot.ops.empty()) copies_->CopyBatch(slot.ops.data(), slot.ops.size());
-    copies_->Fill(slot.crc, 0, sizeof(uint32_t));
-    if (copies_->usable()) {
-      copies_->Check(kernels::cuda::LaunchCrc32c(target, static_cast<int64_t>(bytes), slot.crc,
-                                                 copies_->handle()),
+    copies_->Record(*slot.done);
+    checks_->WaitFor(*slot.moved);
+    checks_->Fill(slot.crc, 0, sizeof(uint32_t));
+    if (checks_->usable()) {
+      checks_->Check(kernels::cuda::LaunchCrc32c(target, static_cast<int64_t>(bytes), slot.crc,
+                                                 checks_->handle()),
                      "a checksum");
     }
-    copies_->Copy(slot.host_crc, slot.crc, sizeof(uint32_t));
-    copies_->Record(*slot.done);
+    checks_->Copy(slot.host_crc, slot.crc, sizeof(uint32_t));
+    checks_->Record(*slot.checked);
     Begun();
     return absl::OkStatus();
   }
@@ -227,7 +228,7 @@ class NcclPeerLink : public PeerLink {
 
   // Waits for the slot's message. The deadline counts from the last message that was done.
   absl::Status AwaitSlot(const Slot& slot) {
-    while (!slot.done->Ready()) {
+    while (!slot.done->Ready() || !slot.checked->Ready()) {
       {
         absl::MutexLock lock(&mutex_);
         SLUICE_RETURN_IF_ERROR(failure_);
@@ -261,7 +262,7 @@ class NcclPeerLink : public PeerLink {
   // Waits until a call that NCCL goes on with by itself is over.
   absl::Status Settle(const char* what, ncclResult_t result, absl::Duration deadline)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    const absl::Time give_up = absl::Now() + deadline;
+    const absl::Time begin = absl::Now(), give_up = begin + deadline;
     while (result == ncclInProgress) {
       if (nccl_.async_error(comm_, &result) != ncclSuccess) result = ncclInternalError;
       if (result != ncclInProgress) break;
@@ -271,7 +272,7 @@ class NcclPeerLink : public PeerLink {
                                                         absl::FormatDuration(deadline),
                                                         " for the other end: ", what)));
       }
-      absl::SleepFor(kLook);
+      if (absl::Now() - begin > kSpin) absl::SleepFor(kLook);
     }
     return result == ncclSuccess ? absl::OkStatus() : Fail(Text(what, result));
   }
@@ -284,6 +285,7 @@ class NcclPeerLink : public PeerLink {
     nccl_.abort(std::exchange(comm_, nullptr));
     cudaStreamSynchronize(stream_->handle());
     cudaStreamSynchronize(copies_->handle());
+    cudaStreamSynchronize(checks_->handle());
     return failure_;
   }
 
@@ -292,9 +294,9 @@ class NcclPeerLink : public PeerLink {
   Device* const device_;
   Buffer hbm_, pinned_;
   std::vector<Slot> slots_;
-  std::unique_ptr<CudaStream> stream_, copies_;  // after the memory that they use
-  uint64_t begun_ = 0, ended_ = 0;               // messages so far
-  absl::Time progress_;                          // when a message was done last
+  std::unique_ptr<CudaStream> stream_, copies_, checks_;  // after the memory that they use
+  uint64_t begun_ = 0, ended_ = 0;                        // messages so far
+  absl::Time progress_;                                   // when a message was done last
   std::atomic<bool> stop_ = false;
   // Guards the communicator: NCCL takes one call at a time.
   absl::Mutex mutex_;

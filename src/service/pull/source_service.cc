@@ -74,13 +74,13 @@ struct Chunk {
 // of them if there are no ranges.
 std::pair<int, int> Wanted(const HeldLayer& layer, const CacheKind& kind,
                            const std::vector<MissingRange>& ranges) {
-  if (ranges.empty()) return {layer.token_begin, layer.token_end};
-  int begin = layer.token_end, end = layer.token_begin;
+  if (ranges.empty()) return {0, layer.tokens};
+  int begin = layer.tokens, end = 0;
   for (const MissingRange& range : ranges) {
     if (range.layer != static_cast<uint32_t>(layer.layer) || range.kind != kind.name) continue;
     const auto blocks = static_cast<int>(kind.BlocksFor(range.token_end));
     begin = std::min(begin, static_cast<int>(range.token_begin));
-    end = std::max(end, std::min(blocks * kind.block_tokens, layer.token_end));
+    end = std::max(end, std::min(blocks * kind.block_tokens, layer.tokens));
   }
   return {begin, end};
 }
@@ -125,7 +125,7 @@ absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
     const CacheKind& kind = options.layout.kinds[layer.kind];
     const auto [begin, end] = Wanted(layer, kind, ranges);
     if (begin >= end) continue;
-    const auto plans = PlanChunksFrom(kind, layer.token_begin, end, begin, most);
+    const auto plans = PlanChunksFrom(kind, 0, end, begin, most);
     if (!plans.ok()) {
       return InvalidField("max_chunk_bytes",
                           absl::StrCat("one block of cache kind ", kind.name, " takes ",
@@ -212,7 +212,7 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
 
   grpc::ByteBuffer MessageOf(const Chunk& chunk) {
     using google::protobuf::internal::WireFormatLite;
-    const uint8_t* const payload = chunk.layer->bytes.get() + chunk.plan.offset;
+    const uint8_t* const payload = chunk.layer->bytes + chunk.plan.offset;
     v1::ChunkHeader header = HeaderOf(options_.layout, chunk);
     header.set_transfer_id(source_id_);
     std::string front;
@@ -291,9 +291,8 @@ absl::Status ReadByLink(const SourceServiceOptions& options,
           to.Abort("the prompt is not held any more");
           return NoSuchSource(source_id);
         }
-        const PeerLink::Piece piece = {chunk.layer->bytes.get() + chunk.plan.offset,
-                                       chunk.plan.bytes};
-        SLUICE_RETURN_IF_ERROR(to.Send({&piece, 1}, LinkMemory::kHost));
+        const PeerLink::Piece piece = {chunk.layer->bytes + chunk.plan.offset, chunk.plan.bytes};
+        SLUICE_RETURN_IF_ERROR(to.Send({&piece, 1}));
       }
       return to.Flush();
     };

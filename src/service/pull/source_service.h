@@ -24,7 +24,8 @@ struct SourceServiceOptions {
   uint64_t max_chunk_bytes = uint64_t{4} << 20;
   // Outlives the service.
   HeldPrompts* held = nullptr;
-  // Links to decode nodes; outlives the service. Null: all goes over gRPC (kv_transport grpc).
+  // Links to decode nodes; outlives the service. Null: all goes over gRPC (kv_transport grpc). They
+  // need `held` to have an arena that their device reaches.
   SourceLinks* links = nullptr;
   // The rooms in which prompts are promised. Null if the node has none; AwaitPrompt then fails.
   std::shared_ptr<Rooms> rooms;

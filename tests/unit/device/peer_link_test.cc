@@ -18,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "src/base/crc32c.h"
 #include "src/base/failpoint.h"
+#include "src/base/status_macros.h"
 #include "src/device/device.h"
 #include "tests/support/device.h"
 #include "tests/support/links.h"
@@ -104,6 +105,14 @@ std::vector<uint8_t> BytesOf(int message, size_t bytes) {
   return out;
 }
 
+// Returns the bytes of message 0 in memory that the device reaches.
+Buffer PinnedBytes(Device& device, size_t bytes) {
+  auto buffer = device.Allocate(MemoryKind::kPinned, bytes, "a message");
+  SLUICE_CHECK(buffer.ok());
+  std::memcpy(buffer->data(), BytesOf(0, bytes).data(), bytes);
+  return *std::move(buffer);
+}
+
 // Returns what is wrong with an ending of a link on a device that goes on.
 std::string Lost(const absl::Status& status, absl::Duration took, absl::Duration least,
                  absl::Duration most, const Device& device) {
@@ -140,32 +149,26 @@ const std::vector<size_t> kSizes = {1,    3,     64,   4096, kMessage - 3, kMess
 std::string SendAll(End& end, Box* box) {
   end.Join(box);
   if (!end.wrong.empty()) return end.wrong;
-  std::vector<std::vector<uint8_t>> kept;
   std::vector<Buffer> buffers;
   for (int n = 0; n < 3 * static_cast<int>(kSizes.size()); ++n) {
     const size_t bytes = kSizes[static_cast<size_t>(n) % kSizes.size()];
-    kept.push_back(BytesOf(n, bytes));
-    uint8_t* data = kept.back().data();
-    LinkMemory memory = LinkMemory::kHost;
-    if (n % 3 != 0) {
-      auto buffer = end.device->Allocate(n % 3 == 1 ? MemoryKind::kDevice : MemoryKind::kPinned,
-                                         bytes, "a message");
-      if (!buffer.ok()) return std::string(buffer.status().message());
-      const auto stream = end.device->NewStream(Device::StreamKind::kCopy);
-      const auto done = end.device->NewEvent();
-      auto pinned = end.device->Allocate(MemoryKind::kPinned, bytes, "a message");
-      std::memcpy(pinned->data(), data, bytes);
-      stream->Copy(buffer->data(), pinned->data(), bytes);
-      stream->Record(*done);
-      done->Wait();
-      data = buffer->as<uint8_t>();
-      buffers.push_back(*std::move(buffer));
-      memory = LinkMemory::kDevice;
-    }
+    const std::vector<uint8_t> made = BytesOf(n, bytes);
+    auto buffer = end.device->Allocate(n % 3 == 1 ? MemoryKind::kDevice : MemoryKind::kPinned,
+                                       bytes, "a message");
+    if (!buffer.ok()) return std::string(buffer.status().message());
+    const auto stream = end.device->NewStream(Device::StreamKind::kCopy);
+    const auto done = end.device->NewEvent();
+    auto pinned = end.device->Allocate(MemoryKind::kPinned, bytes, "a message");
+    std::memcpy(pinned->data(), made.data(), bytes);
+    stream->Copy(buffer->data(), pinned->data(), bytes);
+    stream->Record(*done);
+    done->Wait();
+    uint8_t* const data = buffer->as<uint8_t>();
+    buffers.push_back(*std::move(buffer));
     std::vector<PeerLink::Piece> pieces = {{data, bytes}};
     if (n % 2 == 1 && bytes > 10)
       pieces = {{data, bytes / 3}, {data + bytes / 3, bytes - bytes / 3}};
-    const absl::Status sent = end.link->Send(pieces, memory);
+    const absl::Status sent = end.link->Send(pieces);
     if (!sent.ok()) return sent.ToString();
   }
   return end.link->Flush().ok() ? "" : "the last messages were not taken";
@@ -258,9 +261,9 @@ void RunWithDeath(const std::string& kernels) {
       [](End& end, Box* box) -> std::string {
         end.Join(box);
         if (!end.wrong.empty()) return end.wrong;
-        std::vector<uint8_t> bytes = BytesOf(0, 1000);
-        const PeerLink::Piece piece = {bytes.data(), bytes.size()};
-        absl::Status status = end.link->Send({&piece, 1}, LinkMemory::kHost);
+        const Buffer bytes = PinnedBytes(*end.device, 1000);
+        const PeerLink::Piece piece = {bytes.data(), bytes.bytes()};
+        absl::Status status = end.link->Send({&piece, 1});
         if (status.ok()) status = end.link->Flush();
         if (!status.ok()) return status.ToString();
         raise(SIGKILL);
@@ -310,9 +313,9 @@ void RunWithSilence(const std::string& kernels) {
         end.link.reset();
         end.Join(box, 2);
         if (!end.wrong.empty()) return absl::StrCat("the second link: ", end.wrong);
-        std::vector<uint8_t> bytes = BytesOf(0, 1000);
-        const PeerLink::Piece piece = {bytes.data(), bytes.size()};
-        const absl::Status status = end.link->Send({&piece, 1}, LinkMemory::kHost);
+        const Buffer bytes = PinnedBytes(*end.device, 1000);
+        const PeerLink::Piece piece = {bytes.data(), bytes.bytes()};
+        const absl::Status status = end.link->Send({&piece, 1});
         return status.ok() ? std::string(end.link->Flush().message()) : status.ToString();
       });
 }
@@ -337,12 +340,12 @@ void RunWithDeafness(const std::string& kernels) {
       [](End& end, Box* box) -> std::string {
         end.Join(box);
         if (!end.wrong.empty()) return end.wrong;
-        std::vector<uint8_t> bytes = BytesOf(0, kMessage);
-        const PeerLink::Piece piece = {bytes.data(), bytes.size()};
+        const Buffer bytes = PinnedBytes(*end.device, kMessage);
+        const PeerLink::Piece piece = {bytes.data(), bytes.bytes()};
         const absl::Time start = absl::Now();
         absl::Status status;
         for (int i = 0; status.ok() && i < 10; ++i) {
-          status = end.link->Send({&piece, 1}, LinkMemory::kHost);
+          status = end.link->Send({&piece, 1});
         }
         const std::string wrong = Lost(status, absl::Now() - start, kDeadline / 2,
                                        3 * kDeadline + absl::Seconds(3), *end.device);
@@ -407,7 +410,7 @@ TEST_CASE("a message of another size than was asked for fails the link (cpu)",
         if (!end.wrong.empty()) return end.wrong;
         std::vector<uint8_t> bytes(999);
         const PeerLink::Piece piece = {bytes.data(), bytes.size()};
-        (void)end.link->Send({&piece, 1}, LinkMemory::kHost);
+        (void)end.link->Send({&piece, 1});
         AwaitStep(box, 1);
         return "";
       });
@@ -427,14 +430,13 @@ TEST_CASE("what a link cannot carry is refused before the other end hears of it"
         if (!end.wrong.empty()) return end.wrong;
         std::vector<uint8_t> bytes(kMessage + 1);
         const PeerLink::Piece large = {bytes.data(), bytes.size()};
-        const bool refused =
-            absl::IsInvalidArgument(end.link->Send({&large, 1}, LinkMemory::kHost)) &&
-            absl::IsInvalidArgument(end.link->Send({}, LinkMemory::kHost));
+        const bool refused = absl::IsInvalidArgument(end.link->Send({&large, 1})) &&
+                             absl::IsInvalidArgument(end.link->Send({}));
         std::string wrong = refused ? "" : "it was taken";
 #ifndef SLUICE_NO_FAILPOINTS
         ScopedFailpoints broken("link.send=error");
         const PeerLink::Piece small = {bytes.data(), 1};
-        if (!absl::IsUnavailable(end.link->Send({&small, 1}, LinkMemory::kHost))) {
+        if (!absl::IsUnavailable(end.link->Send({&small, 1}))) {
           wrong = "the failpoint does not break the link";
         }
 #endif

@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -82,7 +83,7 @@ TEST_CASE("what is computed is held as it was, and given back when it is release
   REQUIRE(found->layers.size() == kLayers);
   for (int layer = 0; layer < kLayers; ++layer) {
     const HeldLayer& l = found->layers[static_cast<size_t>(layer)];
-    CHECK(std::vector<uint8_t>(l.bytes.get(), l.bytes.get() + l.size) ==
+    CHECK(std::vector<uint8_t>(l.bytes, l.bytes + l.size) ==
           std::vector<uint8_t>(4 * kTokenBytes, static_cast<uint8_t>(layer + 1)));
   }
   CHECK(held.usage().bytes == 4 * kTokenBytes * kLayers);
@@ -92,6 +93,70 @@ TEST_CASE("what is computed is held as it was, and given back when it is release
   // A reader keeps the prompt, and its bytes stay taken until then; `made` and `found` are readers
   // here.
   CHECK(held.usage().bytes == 4 * kTokenBytes * kLayers);
+}
+
+TEST_CASE("a layer that is computed in parts is one piece, in the arena if there is one") {
+  // The tokens come in two chunks, [0, 4) and [4, 7).
+  class InParts : public FakePrefiller {
+   public:
+    absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>&, const SamplingParams&, bool,
+                                      LayerSink& sink, const std::function<bool()>&) override {
+      for (const auto& [begin, end] : {std::pair{0, 4}, std::pair{4, 7}}) {
+        for (int layer = 0; layer < kLayers; ++layer) {
+          std::vector<uint8_t> bytes;
+          for (int i = begin * 8; i < end * 8; ++i) {
+            bytes.push_back(static_cast<uint8_t>(100 * layer + i));
+          }
+          const absl::Span<const uint8_t> pieces[] = {bytes};
+          const absl::Status taken = sink.Layer(layer, Layout().kinds[0], begin, end, pieces);
+          if (!taken.ok()) return taken;
+        }
+      }
+      return PrefillResult();
+    }
+  } prefiller;
+  std::vector<uint8_t> arena(SomeOptions().max_bytes);
+  HeldPrompts held(SomeOptions(), &prefiller,
+                   Buffer(arena.data(), arena.size(), [](void*, size_t) {}));
+  HeldPrompts::Wanted wanted;
+  wanted.prompt.assign(7, 1);
+  const auto made = held.Hold(wanted, kNever);
+  REQUIRE(made.ok());
+  REQUIRE(made->prompt->layers.size() == kLayers);
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const HeldLayer& l = made->prompt->layers[static_cast<size_t>(layer)];
+    CHECK(l.layer == layer);
+    CHECK(l.tokens == 7);
+    REQUIRE(l.size == 7 * kTokenBytes);
+    CHECK(l.bytes == arena.data() + layer * 7 * kTokenBytes);
+    for (size_t i = 0; i < l.size; ++i) {
+      REQUIRE(l.bytes[i] == static_cast<uint8_t>(100 * static_cast<size_t>(layer) + i));
+    }
+    CHECK(l.Crc32cOf(Layout().kinds[0], 0, 7, 0, 1) == Crc32c({l.bytes, l.size}));
+    CHECK(l.Crc32cOf(Layout().kinds[0], 4, 7, 0, 1) ==
+          Crc32c({l.bytes + 4 * kTokenBytes, 3 * kTokenBytes}));
+  }
+}
+
+TEST_CASE("a prompt whose bytes are free in an arena, but in no one piece, is refused for now") {
+  FakePrefiller prefiller;
+  std::vector<uint8_t> arena(SomeOptions().max_bytes);
+  HeldPrompts held(SomeOptions(), &prefiller,
+                   Buffer(arena.data(), arena.size(), [](void*, size_t) {}));
+  std::vector<std::string> ids;
+  for (int i = 0; i < 3; ++i) {
+    const auto made = held.Hold(Four(), kNever);
+    REQUIRE(made.ok());
+    ids.push_back(made->prompt->source_id);
+  }
+  CHECK(held.Release(ids[0], ""));
+  CHECK(held.Release(ids[2], ""));
+  HeldPrompts::Wanted eight = Four();
+  eight.prompt.assign(8, 1);
+  const absl::Status full = held.Hold(eight, kNever).status();
+  CHECK(ReasonOf(full) == "HOLD_FULL");
+  CHECK(held.Release(ids[1], ""));
+  CHECK(held.Hold(eight, kNever).ok());
 }
 
 TEST_CASE("checksums are there of whatever is cut out, a short last block's too") {
@@ -126,7 +191,7 @@ TEST_CASE("checksums are there of whatever is cut out, a short last block's too"
   REQUIRE(made.ok());
   const HeldLayer& layer = made->prompt->layers.at(0);
   const auto of = [&](size_t begin, size_t end) {
-    return Crc32c({layer.bytes.get() + begin * kTokenBytes, (end - begin) * kTokenBytes});
+    return Crc32c({layer.bytes + begin * kTokenBytes, (end - begin) * kTokenBytes});
   };
   // The expected values count tokens of one head: a block of both heads is 8 of them, and the last
   // one 6.

@@ -67,7 +67,13 @@ struct Pair {
   explicit Pair(const std::string& sources = "127.0.0.1", Links links = Links::kNone) {
     HeldPrompts::Options hold;
     hold.layout = Layout();
-    held.emplace(hold, &prefiller);
+    device = OrFail(NewCpuDevice({"auto", 1}));
+    Buffer arena;
+    if (links == Links::kBoth) {
+      hold.max_bytes = uint64_t{256} << 20;
+      arena = OrFail(device->Allocate(MemoryKind::kPinned, hold.max_bytes, "held prompts"));
+    }
+    held.emplace(hold, &prefiller, std::move(arena));
     SourceServiceOptions service;
     service.model_fingerprint = kFingerprint;
     service.layout = Layout();
@@ -85,7 +91,6 @@ struct Pair {
     GrpcServer::Options listen;
     listen.listen = "127.0.0.1:0";
     server = OrFail(GrpcServer::Start(listen, {NewSourceService(service)}));
-    device = OrFail(NewCpuDevice({"auto", 1}));
     for (auto* pool : {&dram, &hbm}) {
       *pool = OrFail(PagePool::Create(
           "pool", Layout(), OrFail(device->Allocate(MemoryKind::kPinned, 80 << 20, "pool"))));
@@ -174,10 +179,10 @@ struct Pair {
   Metrics metrics;
   FakePrefiller prefiller;
   const std::shared_ptr<Rooms> rooms = std::make_shared<Rooms>();
+  std::unique_ptr<Device> device;
   std::optional<HeldPrompts> held;
   std::optional<SourceLinks> source_links;
   std::unique_ptr<GrpcServer> server;
-  std::unique_ptr<Device> device;
   std::unique_ptr<PagePool> dram, hbm;
   absl::Mutex mutex;
   bool changed = false;
