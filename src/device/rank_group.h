@@ -53,7 +53,7 @@ struct RankGroupOptions {
   // CUDA devices of one host write into one another's memory, where they can, in an all-reduce or
   // all-gather of up to this many bytes for each other rank, and in an all-to-all of registered
   // buffers. What is larger goes by NCCL. 0: everything does. The same on every rank.
-  size_t peer_bytes = size_t{1} << 20;
+  size_t peer_bytes = size_t{4} << 20;
 };
 
 // INVALID_ARGUMENT names the option that is out of range.
