@@ -10,7 +10,7 @@ from support.nodes import SCALE, TIMEOUT_S, greedy, tokens_of
 from support.rank_lab import EXACT, TRANSPORTS, AdminPort, starting_ranks
 
 COMPUTES = ["--local-prefill", "always", "--prefix-cache=false"]
-HGCA = ["--dense-layers", "0", "--policy-workers", "2", "--policy", "hgca", "--hgca-window-tokens", "64", "--hgca-beta", "0"]
+SCOUT = ["--dense-layers", "0", "--policy-workers", "2", "--policy", "scout", "--budget-tokens", "128"]
 ESS = ["--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "96"]
 # What is shown by rank, and the same of the node.
 BY_RANK = {
@@ -68,8 +68,8 @@ def check_sums(pages, own_rows):
 
 def test_workers_of_all_ranks_are_counted(ranks, start, tiny_models):
     """Ranks with whole KV heads select what one device would, so all of them do what its workers do."""
-    one = start("sluice-server", tiny_models("tiny-qwen3"), *EXACT, *COMPUTES, *HGCA)
-    made = ranks("tiny-qwen3", 2, *COMPUTES, *HGCA)
+    one = start("sluice-server", tiny_models("tiny-qwen3"), *EXACT, *COMPUTES, *SCOUT)
+    made = ranks("tiny-qwen3", 2, *COMPUTES, *SCOUT)
     answers = generate(made.leader)
     assert answers == generate(one) and [len(answer) for answer in answers] == [80] * 6
     one.settled()
