@@ -9,6 +9,7 @@
 #include "absl/time/clock.h"
 #include "src/base/status_macros.h"
 #include "src/device/host_ranks.h"
+#include "src/device/latest_bytes.h"
 
 namespace sluice {
 namespace {
@@ -31,11 +32,14 @@ class HostChannel final : public RankChannel {
   void Done() override;
   absl::Status AwaitDone(uint32_t messages) override;
   absl::Status Meet(absl::Duration timeout) override;
+  void Report(absl::Span<const uint8_t> bytes) override;
+  std::optional<std::vector<uint8_t>> ReportOf(int rank) const override;
 
   struct Shared;
 
  private:
   Shared& shared() const;
+  LatestBytes& report(int rank) const;
   // HostRanks::Await, which ends with the group as well.
   absl::Status Await(RankWord& word, uint32_t value, int who, absl::Duration timeout,
                      const char* what) const;
@@ -63,6 +67,11 @@ struct HostChannel::Shared {
 
 HostChannel::Shared& HostChannel::shared() const {
   return *reinterpret_cast<Shared*>(host_->data());
+}
+
+// The reports come behind the rest, one for each rank that there is.
+LatestBytes& HostChannel::report(int rank) const {
+  return reinterpret_cast<LatestBytes*>(host_->data() + sizeof(Shared))[rank];
 }
 
 absl::Status HostChannel::GroupStatus() const {
@@ -159,12 +168,25 @@ absl::Status HostChannel::Meet(absl::Duration timeout) {
   return absl::OkStatus();
 }
 
+void HostChannel::Report(absl::Span<const uint8_t> bytes) {
+  SLUICE_CHECK(rank() != 0, "ranks report to rank 0");
+  report(rank()).Post(bytes);
+}
+
+std::optional<std::vector<uint8_t>> HostChannel::ReportOf(int rank) const {
+  SLUICE_CHECK(this->rank() == 0, "ranks report to rank 0");
+  return report(rank).Read();
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RankChannel>> JoinHostChannel(const HostChannelOptions& options) {
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<HostRanks> host,
-                          HostRanks::Join({options.name, options.rank, options.size,
-                                           sizeof(HostChannel::Shared), options.join_timeout}));
+  static_assert(RankChannel::kMostReportBytes == LatestBytes::kMostBytes);
+  const size_t bytes = sizeof(HostChannel::Shared) +
+                       sizeof(LatestBytes) * static_cast<size_t>(std::max(options.size, 0));
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<HostRanks> host,
+      HostRanks::Join({options.name, options.rank, options.size, bytes, options.join_timeout}));
   return std::make_unique<HostChannel>(options, std::move(host));
 }
 

@@ -1,11 +1,15 @@
 // RankChannel carries messages from rank 0 to all other ranks of a node, in order: the plans of
 // steps. It has two forms: JoinHostChannel's, through the shared memory of one host, and RankLink
-// (src/service/ranks/), by gRPC between hosts. One thread of each rank uses it, but for AwaitDone.
+// (src/service/ranks/), by gRPC between hosts. One thread of each rank uses it, but for AwaitDone,
+// Report and ReportOf.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -42,6 +46,16 @@ class RankChannel {
   // Waits until every rank has called it as often as this one. UNAVAILABLE: one has ended, or did
   // not come in time.
   virtual absl::Status Meet(absl::Duration timeout) = 0;
+
+  // Enough for 1024 layers (src/server/policy_totals.cc).
+  static constexpr size_t kMostReportBytes = size_t{32} << 10;
+  // Leaves bytes for rank 0, in the place of those that the rank left before. It waits for no other
+  // rank. Any thread, one at a time. REQUIRES: not rank 0; at most kMostReportBytes.
+  virtual void Report(absl::Span<const uint8_t> bytes) = 0;
+  // Returns what another rank left last, as of some tenths of a second ago; nothing if it has left
+  // nothing, or leaves something just now. It waits for no other rank. Any thread. REQUIRES: rank
+  // 0.
+  virtual std::optional<std::vector<uint8_t>> ReportOf(int rank) const = 0;
 };
 
 struct HostChannelOptions {

@@ -213,6 +213,22 @@ inline constexpr Metric kRanksAlive{
     "Ranks of this process's node that run; 1 where the model is not divided, and 0 before it is "
     "loaded and on a prefill node",
     ""};
+inline constexpr Metric kRankRows{"sluice_rank_selecting_rows_total", Type::kCounter,
+                                  "sluice_selecting_rows_total of each rank: rank 0 shows all "
+                                  "ranks, the others show their own",
+                                  "rank"};
+inline constexpr Metric kRankMissed{
+    "sluice_rank_missed_tokens_total", Type::kCounter,
+    "sluice_missed_tokens_total of each rank, summed over layers; shown as the rows are", "rank"};
+inline constexpr Metric kRankLinkBytes{
+    "sluice_rank_link_bytes_total", Type::kCounter,
+    "sluice_link_bytes_total of each rank; shown as the rows are", "rank"};
+inline constexpr Metric kRankWorkerTokens{
+    "sluice_rank_worker_tokens_total", Type::kCounter,
+    "sluice_attention_worker_tokens_total of each rank; shown as the rows are", "rank"};
+inline constexpr Metric kRankWorkerBusySeconds{
+    "sluice_rank_worker_busy_seconds_total", Type::kCounter,
+    "sluice_attention_worker_busy_seconds_total of each rank; shown as the rows are", "rank"};
 inline constexpr Metric kTransfersOpen{
     "sluice_transfers_open", Type::kGauge,
     "Transfers that are reserved and not yet taken by a sequence", ""};
@@ -361,10 +377,16 @@ inline constexpr const Metric* kAll[] = {
     &kResumes,
     &kPulls,
     &kPullBytes,
+    &kLinkReads,
     &kPullSeconds,
     &kLocalPrefills,
     &kRank,
     &kRanksAlive,
+    &kRankRows,
+    &kRankMissed,
+    &kRankLinkBytes,
+    &kRankWorkerTokens,
+    &kRankWorkerBusySeconds,
     &kTransfersOpen,
     &kLeasesExpired,
     &kPrefixTokens,

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -143,6 +144,11 @@ struct Metrics::Registry {
     Counter selected, missed, fetched;
   };
   std::vector<LayerCounters> layers ABSL_GUARDED_BY(mutex);
+  struct RankCounters {
+    Counter rows, missed, link_bytes, worker_tokens, worker_busy_seconds;
+    RankTotals counted;
+  };
+  std::map<int, RankCounters> ranks ABSL_GUARDED_BY(mutex);
 };
 
 Metrics::Metrics()
@@ -353,6 +359,30 @@ void Metrics::SetSelection(const SelectionTotals& totals) const {
   Raise(selecting_rows_, totals.rows, counted.rows);
   Raise(link_bytes_, totals.link_bytes, counted.link_bytes);
   resident_places_.Set(totals.places);
+}
+
+void Metrics::SetRank(int number, const RankTotals& totals) const {
+  absl::MutexLock lock(&registry_->mutex);
+  auto found = registry_->ranks.find(number);
+  if (found == registry_->ranks.end()) {
+    const prometheus::Labels label = {{"rank", std::to_string(number)}};
+    found = registry_->ranks
+                .insert({number,
+                         {registry_->MakeCounter(names::kRankRows, label),
+                          registry_->MakeCounter(names::kRankMissed, label),
+                          registry_->MakeCounter(names::kRankLinkBytes, label),
+                          registry_->MakeCounter(names::kRankWorkerTokens, label),
+                          registry_->MakeCounter(names::kRankWorkerBusySeconds, label),
+                          {}}})
+                .first;
+  }
+  Registry::RankCounters& counters = found->second;
+  Raise(counters.rows, totals.rows, counters.counted.rows);
+  Raise(counters.missed, totals.missed, counters.counted.missed);
+  Raise(counters.link_bytes, totals.link_bytes, counters.counted.link_bytes);
+  Raise(counters.worker_tokens, totals.worker_tokens, counters.counted.worker_tokens);
+  Raise(counters.worker_busy_seconds, totals.worker_busy_seconds,
+        counters.counted.worker_busy_seconds);
 }
 
 void Metrics::SetDraftTokens(int tokens) {

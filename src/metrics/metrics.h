@@ -115,6 +115,15 @@ struct WorkerTotals {
   std::array<double, 3> failures{};  // failed, left, late
 };
 
+// The work of one rank's policy since the process began.
+struct RankTotals {
+  double rows = 0;
+  double missed = 0;  // in all layers
+  double link_bytes = 0;
+  double worker_tokens = 0;
+  double worker_busy_seconds = 0;
+};
+
 // How policy ess overlaps fetching with computing.
 struct ScheduleTotals {
   std::array<double, 3> layers{};  // none, da, dba
@@ -192,6 +201,10 @@ class Metrics {
 
   // Brings the instruments of CPU attention workers up to these totals, which never go down.
   void SetWorkers(const WorkerTotals& totals) const;
+
+  // Brings a rank's instruments up to these totals, which never go down. Makes them when the rank
+  // first appears.
+  void SetRank(int number, const RankTotals& totals) const;
 
   // Brings the instruments of policy ess's schedules up to these totals.
   void SetSchedules(const ScheduleTotals& totals) const;

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "absl/time/time.h"
-
 namespace sluice {
 
 double UpdatePoolMetrics(absl::Span<const PagePool* const> pools, Metrics& metrics) {
@@ -26,35 +24,23 @@ double UpdatePoolMetrics(absl::Span<const PagePool* const> pools, Metrics& metri
   return fullest;
 }
 
-void UpdatePolicyMetrics(const AttentionPolicy& policy, const PagePool& hbm, Metrics& metrics) {
-  const WorkerStatistics workers = policy.Workers();
-  metrics.SetWorkers({static_cast<double>(workers.workers),
-                      absl::ToDoubleSeconds(workers.busy),
-                      static_cast<double>(workers.tokens),
-                      {static_cast<double>(workers.failed), static_cast<double>(workers.left),
-                       static_cast<double>(workers.late)}});
-  const ScheduleStatistics schedules = policy.Schedules();
-  ScheduleTotals totals;
-  for (size_t i = 0; i < totals.layers.size(); ++i) totals.layers[i] = schedules.layers[i];
-  totals.changes = static_cast<double>(schedules.changes);
-  metrics.SetSchedules(totals);
-  const LinkStatistics link = policy.Link();
-  metrics.SetLink({link.mover, link.bytes_per_s});
-  const PolicyStatistics recent = policy.Recent();
-  SelectionTotals selection;
-  for (const PolicyStatistics::Layer& layer : recent.layers) {
-    selection.layers.push_back({static_cast<double>(layer.selected),
-                                static_cast<double>(layer.missing),
-                                static_cast<double>(layer.recalled)});
-    selection.rows = std::max(selection.rows, static_cast<double>(layer.steps));
-    selection.link_bytes += static_cast<double>(layer.link_bytes);
+void SetPolicyMetrics(const PolicyTotals& totals, Metrics& metrics) {
+  metrics.SetWorkers(totals.workers);
+  metrics.SetSchedules(totals.schedules);
+  metrics.SetLink(totals.link);
+  metrics.SetSelection(totals.selection);
+}
+
+void SetRankMetrics(int rank, const PolicyTotals& totals, Metrics& metrics) {
+  RankTotals of_rank;
+  of_rank.rows = totals.selection.rows;
+  for (const SelectionTotals::Layer& layer : totals.selection.layers) {
+    of_rank.missed += layer.missed;
   }
-  if (!recent.layers.empty()) {  // such a policy has nothing but KV slots in HBM's latent pages
-    const CacheLayout& layout = hbm.layout();
-    selection.places = static_cast<double>(hbm.UsageOf(0).used_bytes /
-                                           layout.kinds[0].bytes_per_token / layout.layers);
-  }
-  metrics.SetSelection(selection);
+  of_rank.link_bytes = totals.selection.link_bytes;
+  of_rank.worker_tokens = totals.workers.tokens;
+  of_rank.worker_busy_seconds = totals.workers.busy_seconds;
+  metrics.SetRank(rank, of_rank);
 }
 
 }  // namespace sluice

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "absl/types/span.h"
-#include "src/attention/attention_policy.h"
 #include "src/kv/page_pool.h"
 #include "src/metrics/metrics.h"
+#include "src/server/policy_totals.h"
 
 namespace sluice {
 
@@ -13,7 +13,10 @@ namespace sluice {
 // itself.
 double UpdatePoolMetrics(absl::Span<const PagePool* const> pools, Metrics& metrics);
 
-// Sets what the policy counts about its workers, its schedules and its selections.
-void UpdatePolicyMetrics(const AttentionPolicy& policy, const PagePool& hbm, Metrics& metrics);
+// Sets what a policy counts about its workers, its schedules and its selections, on a rank or on
+// all of a node's.
+void SetPolicyMetrics(const PolicyTotals& totals, Metrics& metrics);
+// Sets what is shown by rank.
+void SetRankMetrics(int rank, const PolicyTotals& totals, Metrics& metrics);
 
 }  // namespace sluice

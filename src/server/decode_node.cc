@@ -105,6 +105,7 @@ absl::Status DecodeNode::MakeLeader() {
   }
   leader_ = std::make_unique<RankLeader>(policy_.get(), ranks_.channel.get(), ranks_.group.get(),
                                          slots, std::move(division));
+  collector_ = std::make_unique<TotalsCollector>(ranks_.channel.get());
   return absl::OkStatus();
 }
 
@@ -392,7 +393,12 @@ void DecodeNode::UpdateMetrics() {
   if (!memory_ready_.load()) return;
   UpdatePoolMetrics(DramPools(), metrics_);
   metrics_.kv_usage.Set(UpdatePoolMetrics(HbmPools(), metrics_));
-  UpdatePolicyMetrics(*policy_, *hbm_, metrics_);
+  std::vector<PolicyTotals> totals = {TotalsOf(*policy_, *hbm_)};
+  if (collector_ != nullptr) totals = collector_->Collect(totals[0]);
+  SetPolicyMetrics(TotalsOfNode(totals, ranks_.rows != nullptr), metrics_);
+  for (size_t rank = 0; rank < totals.size(); ++rank) {
+    SetRankMetrics(static_cast<int>(rank), totals[rank], metrics_);
+  }
   metrics_.ranks_alive.Set(ranks_.group == nullptr ? 1 : ranks_.group->alive());
   metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
   if (transfers_->all_prefixes().empty()) return;

@@ -26,6 +26,7 @@
 #include "src/request/tenant_quotas.h"
 #include "src/server/model_setup.h"
 #include "src/server/node.h"
+#include "src/server/policy_totals.h"
 #include "src/server/signals.h"
 #include "src/service/access/tenant_gate.h"
 #include "src/service/admin/drain_control.h"
@@ -83,8 +84,9 @@ class DecodeNode : public Node {
   // What stands for the ranks from 1 on where ranks have sequences of their own.
   std::unique_ptr<PlanningDevice> planning_;
   std::vector<NodeMemory> others_;
-  std::unique_ptr<RankLedger> ledger_;  // null: sequences are not of single ranks
-  std::unique_ptr<RankLeader> leader_;  // null: the node has one rank
+  std::unique_ptr<RankLedger> ledger_;          // null: sequences are not of single ranks
+  std::unique_ptr<RankLeader> leader_;          // null: the node has one rank
+  std::unique_ptr<TotalsCollector> collector_;  // null: the node has one rank
   std::unique_ptr<TransferTable> transfers_;
   std::unique_ptr<EventPublisher> events_;  // null: nothing is published
   std::unique_ptr<Channels> channels_;

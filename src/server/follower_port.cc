@@ -37,7 +37,9 @@ absl::StatusOr<std::unique_ptr<FollowerPort>> FollowerPort::Open(const Config& c
 std::string FollowerPort::Render() {
   UpdatePoolMetrics({parts_.memory->dram.get()}, metrics_);
   metrics_.kv_usage.Set(UpdatePoolMetrics({parts_.memory->hbm.get()}, metrics_));
-  UpdatePolicyMetrics(*parts_.memory->policy, *parts_.memory->hbm, metrics_);
+  const PolicyTotals totals = TotalsOf(*parts_.memory->policy, *parts_.memory->hbm);
+  SetPolicyMetrics(totals, metrics_);
+  SetRankMetrics(parts_.ranks->rank(), totals, metrics_);
   metrics_.rank.Set(parts_.ranks->rank());
   metrics_.ranks_alive.Set(parts_.ranks->alive());
   process_.Update(metrics_);

@@ -21,6 +21,7 @@
 #include "src/server/auto_policy.h"
 #include "src/server/follower_port.h"
 #include "src/server/model_setup.h"
+#include "src/server/policy_totals.h"
 #include "src/server/security.h"
 #include "src/server/speculation.h"
 #include "src/service/wire/host_port.h"
@@ -318,6 +319,7 @@ absl::Status RunFollower(Config config, Signals& signals) {
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<FollowerPort> port,
       FollowerPort::Open(config, {device.get(), model.get(), &memory, ranks.group.get()}));
+  const TotalsReporter reporter(memory.policy.get(), memory.hbm.get(), ranks.channel.get());
   Log(LogLevel::kInfo, "following",
       {{"rank", config.rank()},
        {"admin_listen", port->address()},

@@ -26,7 +26,8 @@ def test_it_answers_probes_and_exports_the_names_of_the_header(pair):
     assert prefill.http("/nothing")[0] == 404
     scrape = Scrape(prefill)
     # It has no tiers: it holds only the caches of the prompts that it computes.
-    assert set(scrape.types) == {name for name in exported_names() if not name.startswith("sluice_tier_")}
+    assert set(scrape.types) == {name for name in exported_names()
+                                 if not name.startswith(("sluice_tier_", "sluice_rank_"))}
     assert scrape.get("sluice_build_info", device="cpu", policy="") == 1
 
 

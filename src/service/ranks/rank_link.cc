@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -56,6 +57,10 @@ class Link : public RankLink {
   void Done() override { roster_.Done(); }
   absl::Status AwaitDone(uint32_t messages) override { return roster_.AwaitDone(messages); }
   absl::Status Meet(absl::Duration timeout) override { return roster_.Meet(timeout); }
+  void Report(absl::Span<const uint8_t> bytes) override { roster_.Report(bytes); }
+  std::optional<std::vector<uint8_t>> ReportOf(int rank) const override {
+    return roster_.ReportOf(rank);
+  }
 
   absl::Status Share(absl::Span<uint8_t> bytes, absl::Duration timeout) override {
     return roster_.Share(bytes, timeout);

@@ -12,6 +12,7 @@
 #include "src/base/error.h"
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
+#include "src/device/rank_channel.h"
 
 namespace sluice {
 namespace {
@@ -33,7 +34,8 @@ bool Reached(uint32_t value, uint32_t wanted) { return static_cast<int32_t>(valu
 RankRoster::RankRoster(Options options)
     : options_(std::move(options)),
       peers_(static_cast<size_t>(options_.rank == 0 ? options_.size : 1)),
-      states_(static_cast<size_t>(options_.size)) {
+      states_(static_cast<size_t>(options_.size)),
+      reports_(static_cast<size_t>(options_.size)) {
   watch_ = std::thread([this] { Watch(); });
 }
 
@@ -142,6 +144,7 @@ void RankRoster::Take(int other, const v1::RankMessage& message) {
   }
   for (const std::string& plan : message.plans()) plans_.push_back(plan);
   if (!message.shared().empty()) shared_ = message.shared();
+  if (!message.report().empty()) reports_[static_cast<size_t>(other)] = message.report();
   if (message.has_failure()) {
     (void)FailLocked(absl::Status(static_cast<absl::StatusCode>(message.failure().code()),
                                   message.failure().message()));
@@ -157,7 +160,10 @@ bool RankRoster::Next(int other, v1::RankMessage* message) {
   message->Clear();
   message->Swap(&peer.next);
   peer.dirty = false;
-  if (!leads()) *message->add_states() = own();
+  if (!leads()) {
+    *message->add_states() = own();
+    message->set_report(std::exchange(reports_[static_cast<size_t>(options_.rank)], {}));
+  }
   // A rank that rank 0 has left has nothing more to say to anybody.
   peer.told_last = own().left() || (!leads() && states_[0].left());
   return true;
@@ -369,6 +375,22 @@ absl::Status RankRoster::AwaitDone(uint32_t plans) {
     SLUICE_RETURN_IF_ERROR(Await(rank, there, options_.deadline, "the end of an order"));
   }
   return absl::OkStatus();
+}
+
+// It goes with the next message, at the next beat.
+void RankRoster::Report(absl::Span<const uint8_t> bytes) {
+  SLUICE_CHECK(!leads(), "ranks report to rank 0");
+  SLUICE_CHECK(bytes.size() <= RankChannel::kMostReportBytes, "more than a report may have");
+  absl::MutexLock lock(&mutex_);
+  reports_[static_cast<size_t>(options_.rank)].assign(bytes.begin(), bytes.end());
+}
+
+std::optional<std::vector<uint8_t>> RankRoster::ReportOf(int rank) const {
+  SLUICE_CHECK(leads(), "ranks report to rank 0");
+  absl::MutexLock lock(&mutex_);
+  const std::string& bytes = reports_[static_cast<size_t>(rank)];
+  if (bytes.empty()) return std::nullopt;
+  return std::vector<uint8_t>(bytes.begin(), bytes.end());
 }
 
 absl::Status RankRoster::Meet(absl::Duration timeout) {

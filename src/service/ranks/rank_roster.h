@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -73,6 +74,8 @@ class RankRoster {
   void Done();
   absl::Status AwaitDone(uint32_t plans);
   absl::Status Meet(absl::Duration timeout);
+  void Report(absl::Span<const uint8_t> bytes);
+  std::optional<std::vector<uint8_t>> ReportOf(int rank) const;
   absl::Status Share(absl::Span<uint8_t> bytes, absl::Duration timeout);
   void Part(absl::Duration timeout);
   bool OneHost() const;
@@ -134,6 +137,8 @@ class RankRoster {
   uint64_t sent_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t told_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // taken_bytes as rank 0 was told at once
   std::string shared_ ABSL_GUARDED_BY(mutex_);
+  // By rank: what it has left for rank 0. On another rank its own alone, until it is told.
+  std::vector<std::string> reports_ ABSL_GUARDED_BY(mutex_);
   bool calling_ ABSL_GUARDED_BY(mutex_) = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread watch_;

@@ -120,6 +120,30 @@ TEST_CASE("rank 0 learns when its messages are carried out", "[device][ranks]") 
   CHECK(testing::Joined(wrong) == "");
 }
 
+TEST_CASE("rank 0 reads what each rank reported last, also of one that was killed",
+          "[device][processes]") {
+  const auto report = [](int rank, int i) {
+    return std::vector<uint8_t>(static_cast<size_t>(1000 * rank + i), static_cast<uint8_t>(i));
+  };
+  const auto wrong = testing::RunRankProcesses(
+      testing::RankOptions(3), [&](const RankGroupOptions& options) -> std::string {
+        const auto channel = Join(options);
+        if (!channel.ok()) return std::string(channel.status().message());
+        if (options.rank == 0 && (*channel)->ReportOf(1).has_value()) return "too early";
+        if (!(*channel)->Meet(absl::Seconds(10)).ok()) return "no meeting";
+        for (int i = 1; options.rank != 0 && i <= 5; ++i) {
+          (*channel)->Report(report(options.rank, i));
+        }
+        if (!(*channel)->Meet(absl::Seconds(10)).ok()) return "no meeting";
+        if (options.rank == 2) raise(SIGKILL);
+        for (int rank = 1; options.rank == 0 && rank < options.size; ++rank) {
+          if ((*channel)->ReportOf(rank) != report(rank, 5)) return "not the last one";
+        }
+        return "";
+      });
+  CHECK(wrong == std::vector<std::string>{"", "", "died"});
+}
+
 TEST_CASE("rank 0 writes into the arena of each rank", "[device][processes]") {
   constexpr size_t kBytes = size_t{3} << 20;
   const auto wrong = testing::RunRankProcesses(

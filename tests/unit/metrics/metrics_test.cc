@@ -135,6 +135,7 @@ TEST_CASE("every metric of the header is exported with its help and type, and no
   metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
   metrics.SetCacheConfig({32, 100, 1000, "bf16"});
   metrics.SetSelection({{{1, 1, 1}}, 1, 1, 1});
+  metrics.SetRank(0, {});
   const Scrape scrape = Parse(metrics.Render());
   CHECK(scrape.types.size() == std::size(metric_names::kAll));
   for (const metric_names::Metric* metric : metric_names::kAll) {
@@ -166,6 +167,7 @@ TEST_CASE("samples carry the labels that the header names") {
   metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
   metrics.SetCacheConfig({32, 100, 1000, "bf16"});
   metrics.SetSelection({{{1, 1, 1}}, 1, 1, 1});
+  metrics.SetRank(0, {});
   const Scrape scrape = Parse(metrics.Render());
   for (const metric_names::Metric* metric : metric_names::kAll) {
     const std::vector<std::string> labels = absl::StrSplit(metric->labels, ',', absl::SkipEmpty());
@@ -394,6 +396,28 @@ TEST_CASE("a tier's gauges go by tier and kind, asked for twice they are the sam
   CHECK(samples.at("sluice_tier_reserved_bytes{kind=\"kv\",tier=\"hbm\"}") == 4096);
   CHECK(samples.at("sluice_tier_used_bytes{kind=\"kv\",tier=\"hbm\"}") == 1024);
   CHECK(samples.at("sluice_tier_used_bytes{kind=\"kv\",tier=\"dram\"}") == 0);
+}
+
+TEST_CASE("a rank's counters follow its totals, and never go down") {
+  Metrics metrics;
+  CHECK_FALSE(absl::StrContains(metrics.Render(), "sluice_rank_link_bytes_total"));
+  metrics.SetRank(0, {1, 2, 3, 4, 0.5});
+  metrics.SetRank(1, {10, 20, 30, 40, 5});
+  metrics.SetRank(1, {11, 22, 33, 44, 5.5});
+  metrics.SetRank(1, {10, 20, 30, 40, 5});
+  const auto of = [&](const char* what, const char* rank) {
+    return Sample(metrics, absl::StrCat("sluice_rank_", what, "_total{rank=\"", rank, "\"}"));
+  };
+  CHECK(of("selecting_rows", "0") == 1);
+  CHECK(of("missed_tokens", "0") == 2);
+  CHECK(of("link_bytes", "0") == 3);
+  CHECK(of("worker_tokens", "0") == 4);
+  CHECK(of("worker_busy_seconds", "0") == 0.5);
+  CHECK(of("selecting_rows", "1") == 11);
+  CHECK(of("missed_tokens", "1") == 22);
+  CHECK(of("link_bytes", "1") == 33);
+  CHECK(of("worker_tokens", "1") == 44);
+  CHECK(of("worker_busy_seconds", "1") == 5.5);
 }
 
 TEST_CASE("updates allocate nothing") {

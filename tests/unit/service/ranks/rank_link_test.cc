@@ -148,6 +148,30 @@ TEST_CASE("ranks share what rank 0 has, and part when all are done") {
   CHECK(testing::Joined(wrong) == "");
 }
 
+TEST_CASE("rank 0 reads what each rank reported last, by gRPC") {
+  const auto report = [](int rank, int i) {
+    return std::vector<uint8_t>(static_cast<size_t>(1000 * rank + i), static_cast<uint8_t>(i));
+  };
+  const auto wrong = RunLinks(Ranks(3), [&](RankLink& link) -> std::string {
+    const auto meet = [&] { return link.Meet(absl::Seconds(10)).ok(); };
+    if (link.rank() == 0 && link.ReportOf(1).has_value()) return "too early";
+    if (!meet()) return "no meeting";
+    for (int i = 1; i <= 5; ++i) {
+      if (link.rank() != 0) link.Report(report(link.rank(), i));
+      if (i == 2) absl::SleepFor(absl::Milliseconds(250));  // some are sent, and some replaced
+    }
+    for (int rank = 1; link.rank() == 0 && rank < link.size(); ++rank) {
+      const absl::Time give_up = absl::Now() + absl::Seconds(5);
+      while (link.ReportOf(rank) != report(rank, 5)) {
+        if (absl::Now() > give_up) return absl::StrCat("the last of rank ", rank, " never came");
+        absl::SleepFor(absl::Milliseconds(5));
+      }
+    }
+    return meet() ? "" : "no meeting";
+  });
+  CHECK(testing::Joined(wrong) == "");
+}
+
 TEST_CASE("a link ends at once on every rank when one is killed") {
   for (const int victim : {0, 1}) {
     const auto wrong = RunLinks(Ranks(3), [victim](RankLink& link) -> std::string {
