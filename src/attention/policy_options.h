@@ -34,7 +34,7 @@ struct PolicyOptions {
   PagePool* dram = nullptr;  // may be null for policy full, which then evicts nothing
   int slots = 0;
   int max_context = 0;
-  int heads = 0;  // query heads of the model; of a divided one the rank's
+  int heads = 0;                          // query heads of the model; of a divided one the rank's
   HeadsOfRank rank_heads, rank_kv_heads;  // query heads, KV heads
   int max_rows = 0;                       // maximum rows in a step, including prompt rows
   // Maximum decode rows of a sequence in a step: 1, and one more for each draft. Only ess has to

@@ -94,8 +94,9 @@ PolicyProfile ProfileOfRank(PolicyProfile profile, const HeadsOfRank& heads,
                             const HeadsOfRank& kv_heads);
 
 // Fills in what the policies of `options` take from a profile, on a rank what they take of its
-// heads. `layout` is that of the model with fingerprint `model_fingerprint`. FAILED_PRECONDITION: the profile was made for another model or
-// under other settings; the message names what does not fit.
+// heads. `layout` is that of the model with fingerprint `model_fingerprint`. FAILED_PRECONDITION:
+// the profile was made for another model or under other settings; the message names what does not
+// fit.
 absl::Status ApplyPolicyProfile(const PolicyProfile& of_model, const std::string& model_fingerprint,
                                 const CacheLayout& layout, PolicyOptions* options);
 

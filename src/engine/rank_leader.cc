@@ -61,7 +61,7 @@ bool RankLeader::Admit(int slot, int64_t context, int64_t total, Promise promise
   RankAdmission admission{context, total, promise == Promise::kFirm, 0, false, {}};
   if (division_.rows != nullptr) {
     admission.owner = home != nullptr ? home->pool()->rank() : use_rank_;
-    // Who has a soft promise there is the next to get a firm one.
+    // A sequence with a soft promise there is the next to get a firm one.
     if (admission.firm && HasSoft(admission.owner)) return false;
   }
   AttentionPolicy& placement = *placements_[static_cast<size_t>(admission.owner)];

@@ -219,7 +219,7 @@ class TransferTable {
   size_t open_transfers() const;
 
  private:
-  // What each rank has of a sequence's beginning, and the order in which the ranks should be tried.
+  // Says what each rank has of a sequence's beginning, and in which order ranks should be tried.
   struct Choice {
     std::vector<SharedPrefix> prefixes;  // by rank
     std::vector<int> order;

@@ -78,7 +78,7 @@ inline constexpr size_t kStepPhases = 7;
 // Why spans were dropped.
 enum class SpanLoss { kFull, kFailed };
 
-// What carries the KV of a pull.
+// The ways on which the KV of a pull comes.
 enum class PullTransport { kGrpc, kNccl, kSharedMemory };
 
 // How a read over a link between devices ended.

@@ -81,7 +81,7 @@ class DecodeNode : public Node {
   std::unique_ptr<PagePool> hbm_;
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<AttentionPolicy> policy_;
-  // What stands for the ranks from 1 on where ranks have sequences of their own.
+  // These stand for the ranks from 1 on where ranks have sequences of their own.
   std::unique_ptr<PlanningDevice> planning_;
   std::vector<NodeMemory> others_;
   std::unique_ptr<RankLedger> ledger_;          // null: sequences are not of single ranks

@@ -61,7 +61,7 @@ struct NodeRanks {
   std::unique_ptr<RankGroup> group;
   std::unique_ptr<RankRows> rows;  // null: every rank has a part of every sequence
 };
-// What guards the port at which ranks meet by gRPC. All outlive the ranks.
+// These guard the port at which ranks meet by gRPC. All outlive the ranks.
 struct RankPort {
   TlsFiles tls;
   const Access* access = nullptr;

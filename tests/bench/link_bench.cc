@@ -63,7 +63,7 @@ struct Flags {
   std::string part;  // empty: both
 };
 
-// What the processes tell each other.
+// The processes tell each other this.
 struct Box {
   std::atomic<int> step[2];
   char text[2048];

@@ -229,7 +229,7 @@ def test_intervals_are_measured_on_topics_that_drift_and_a_bench_runs_by_them(tm
     layers = json.loads(out.read_text())["layers"]
     for layer in layers:
         assert len(layer["shares"]) == 12 and layer["interval"] >= 1
-    # What the last steps need has left the working set that was recalled.
+    # The last steps need tokens that have left the working set that was recalled.
     assert sum(layer["shares"][-1] for layer in layers) > sum(layer["shares"][0] for layer in layers) >= 0
     assert any(layer["interval"] < 12 for layer in layers)
     report = report_of("policies", "--model", drift, *shape, "--policies", "scout,scout:controller=1", "--contexts", "1024",

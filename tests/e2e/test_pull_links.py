@@ -17,7 +17,7 @@ from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, error_of, greedy, run, 
 DEADLINE_S = (4.0 if DEVICE == "cuda" else 1.0) * SCALE
 IDLE_S = 1.0 * SCALE
 LINKS = ("--kv-transport", "nccl", "--kv-transport-deadline-seconds", f"{DEADLINE_S}s")
-# What carries the bytes. Nodes that share one GPU take part in NCCL as if each had a host of its own.
+# The transport that carries the bytes. Nodes that share one GPU take part in NCCL as if each had a host of its own.
 LINK = "nccl" if DEVICE == "cuda" else "shared_memory"
 PROMPT = [(i * 37) % 250 + 3 for i in range(200)]
 KV_BYTES = 1536 * len(PROMPT)

@@ -12,7 +12,7 @@ from support.rank_lab import EXACT, TRANSPORTS, AdminPort, starting_ranks
 COMPUTES = ["--local-prefill", "always", "--prefix-cache=false"]
 SCOUT = ["--dense-layers", "0", "--policy-workers", "2", "--policy", "scout", "--budget-tokens", "128"]
 ESS = ["--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "96"]
-# What is shown by rank, and the same of the node.
+# Each counter that is shown by rank has one for the node.
 BY_RANK = {
     "sluice_rank_selecting_rows_total": "sluice_selecting_rows_total",
     "sluice_rank_missed_tokens_total": "sluice_missed_tokens_total",

@@ -1,4 +1,4 @@
-// What the kernels of collectives share: the number of an operation, packs, and how a kernel waits
+// The kernels of collectives share this: the number of an operation, packs, and how a kernel waits
 // for another rank.
 #pragma once
 

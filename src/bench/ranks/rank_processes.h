@@ -10,7 +10,7 @@
 
 namespace sluice::bench {
 
-// What the first rank tells all of them while they run, in memory that they share.
+// A word that the first rank tells all of them while they run, in memory that they share.
 class RankSwitch {
  public:
   // RESOURCE_EXHAUSTED: there is no memory for it.

@@ -1,5 +1,5 @@
-// What one rank does in sluice-bench ranks: it loads its part of the model once, and for each phase
-// it makes the caches and the policy and either leads the steps (rank 0) or follows them.
+// One rank of sluice-bench ranks loads its part of the model once. For each phase it makes the
+// caches and the policy, and either leads the steps (rank 0) or follows them.
 #pragma once
 
 #include <functional>

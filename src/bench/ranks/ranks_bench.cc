@@ -66,7 +66,7 @@ class RanksBench {
         },
         [&](const std::string& line) {
           if (said.ok()) said = table_.Add(ranks, line);
-          // What was measured so far stays if the rest does not come.
+          // The figures so far stay if the rest does not come.
           if (said.ok() && out_.table() && !options_.json.empty()) {
             said = WriteReport(report_, options_.json);
           }

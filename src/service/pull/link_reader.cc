@@ -19,7 +19,7 @@ struct LinkReader::Peer {
   // Guarded by the reader's mutex:
   bool in_use = false;
   absl::Time used;
-  // Of the caller that has the peer:
+  // These belong to the caller that has the peer:
   std::string id;                  // of `link`
   std::unique_ptr<PeerLink> link;  // null: there is none
   absl::Time ask_at = absl::InfinitePast();

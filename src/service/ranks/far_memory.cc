@@ -102,7 +102,7 @@ void FarMemory::Send(int rank, v1::LandRequest request, Writes* writes) {
   absl::MutexLock lock(&mutex_);
   if (number == 0) return;
   --way.writers;
-  // What could not be sent has not arrived, unless the end of the way has said so already.
+  // A write that could not be sent has not arrived, unless the end of the way has said so already.
   if (!sent && way.under_way.erase(number) == 1) --writes->under_way_;
 }
 

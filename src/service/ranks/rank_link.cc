@@ -36,7 +36,7 @@ constexpr absl::Duration kLeave = absl::Seconds(2);
 // A rank that rank 0 cannot take in yet, since it ends itself or is not there, asks again.
 constexpr absl::Duration kAskAgain = absl::Milliseconds(200);
 
-// What both ends share.
+// Both ends share this.
 class Link : public RankLink {
  public:
   explicit Link(const Options& options)

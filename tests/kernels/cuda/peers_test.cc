@@ -298,7 +298,7 @@ TEST_CASE("recorded collectives over GPUs' memory run again and again", "[kernel
         REQUIRE(cudaGraphLaunch(programs[static_cast<size_t>(rank)], ranks.stream(rank)) ==
                 cudaSuccess);
       }
-      // What all ranks have is added to itself.
+      // All ranks have the same, which is added to itself.
       for (int64_t i = 0; i < kCount; ++i) {
         for (int time = 0; time < (run > 0) + (i < kFew); ++time) {
           const float one = want[static_cast<size_t>(i)];

@@ -257,8 +257,8 @@ TEST_CASE("a rank takes what a profile says of its heads") {
   CHECK(own.clo.prefetchable == 1.25);
   CHECK(own.clo.predicted == profile.clo.predicted);
   CHECK(own.hgca.betas == std::vector<float>{0, 2, 3});
-  for (const auto& [of_model, of_rank] : {std::pair{&profile.projection, &own.projection},
-                                          std::pair{&profile.hash, &own.hash}}) {
+  for (const auto& [of_model, of_rank] :
+       {std::pair{&profile.projection, &own.projection}, std::pair{&profile.hash, &own.hash}}) {
     const int64_t head = int64_t{kHeadDim} * of_model->columns;
     REQUIRE(std::ssize(of_rank->values) == kLayers * head);
     for (int64_t layer = 0; layer < kLayers; ++layer) {

@@ -432,7 +432,8 @@ TEST_CASE("a full rank leaves transfers to another, and only a full node refuses
     const absl::Status refused = reserve();
     CHECK(absl::IsResourceExhausted(refused));
     CHECK(absl::StrContains(refused.message(), "in DRAM of any rank"));
-    // What rank 1 gives back goes to the next one, although rank 0 was first when all were empty.
+    // The pages that rank 1 gives back go to the next one, although rank 0 was first when all were
+    // empty.
     REQUIRE(node.transfers().Abort(ids[1], "").ok());
     CHECK(Load(node) == std::vector<int>{2, 1});
     CHECK(reserve().ok());

@@ -47,7 +47,7 @@ TEST_CASE("a sequence goes to the rank that has half of its prompt, if there is 
   // Less than half only decides among ranks with equally many sequences.
   CHECK(ledger.RanksFor(8, {0, 8, 0}, 32) == Ranks{0, 2, 1});
   CHECK(ledger.RanksFor(8, {0, 0, 8}, 32) == Ranks{2, 0, 1});
-  // Of ranks that have half or more, the one with the fewest sequences.
+  // Among ranks that have half or more the one with the fewest sequences comes first.
   CHECK(ledger.RanksFor(8, {0, 24, 16}, 32) == Ranks{2, 1, 0});
   const auto rest = ledger.Count(1, hbm->Capacity()[0] - 16, 1);
   CHECK(ledger.RanksFor(8, {0, 32, 0}, 32) == Ranks{0, 2, 1});

@@ -80,7 +80,7 @@ TEST_CASE("a pool whose kinds share its arena follows too") {
               leads->PageAddress(kind, second.Pages(layer, kind)[0]) - leads->base(0));
       }
     }
-    // What goes back here stays rank 0's, which may have given it to another.
+    // Pages that go back here stay rank 0's, which may have given it to another.
     copy->ShrinkTo({40, 0});
     second.ShrinkTo({40, 0});
     CHECK(follows->UsageOf(0).used_bytes == leads->UsageOf(0).used_bytes);

@@ -155,7 +155,7 @@ TEST_CASE("on each rank first come is first served, and ranks do not wait for on
   // It overtakes nobody, and nobody overtakes it.
   CHECK(PlanRanks(ranks, {On(1, 60), On(-1, 10)}) == Plans{kWait, {kFirm, 0}});
   CHECK(PlanRanks(ranks, {On(-1, 200), On(0, 10), On(1, 10)}).empty());
-  // Who waits for the DRAM of one rank holds up only those that need some there.
+  // A sequence that waits for the DRAM of one rank holds up only those that need some there.
   std::vector<AdmissionHeadroom> full = ranks;
   full[0].home_tokens = 5;
   WaitingSequence needs = On(0, 10), needs_any = On(-1, 10), needs_less = On(0, 10);

@@ -21,8 +21,8 @@ struct HashShape {
 
 // Returns matrices of random directions, for use without a profile. Each run of head_dim columns is
 // orthogonal, so that its bits say more of a vector than independent directions do; a column has
-// the length 1. A head has the same matrix wherever the model is divided. The share of bits in which two codes differ is, on average, the angle of the two
-// vectors over pi.
+// the length 1. A head has the same matrix wherever the model is divided. The share of bits in
+// which two codes differ is, on average, the angle of the two vectors over pi.
 std::vector<float> RandomHash(const HashShape& shape, uint64_t seed);
 
 }  // namespace sluice
