@@ -39,6 +39,10 @@ constexpr absl::Duration kLook = absl::Microseconds(20);
 // NCCL takes a call in tens of microseconds, and a sleep lasts longer than kLook by the system's
 // own slack of some 50. At 50 GB/s a message of 8 MiB takes 170.
 constexpr absl::Duration kSpin = absl::Microseconds(100);
+// A batch of so many pieces is copied by a kernel, and after so many batches a stream has all of
+// the memory that it takes for lists of them (cuda_stream.cc).
+constexpr size_t kManyPieces = 16;
+constexpr int kBatches = 2;
 constexpr char kIdFront[] = "nccl:";
 
 absl::StatusOr<ncclUniqueId> Parse(const std::string& id) {
@@ -93,7 +97,7 @@ class NcclPeerLink : public PeerLink {
       slot.done = device_->NewEvent();
       slot.checked = device_->NewEvent();
     }
-    return absl::OkStatus();
+    return RunOnce();
   }
 
   absl::Status Connect(const ncclUniqueId& id) {
@@ -127,6 +131,29 @@ class NcclPeerLink : public PeerLink {
   }
 
  private:
+  // Enqueues each operator that a message takes, and waits for them. CUDA loads a kernel and takes
+  // memory for it when it first runs, and waits for the GPU then: if one of NCCL's kernels waited
+  // there for the other end, this thread would not come to look at the deadline.
+  absl::Status RunOnce() {
+    std::vector<Stream::CopyOp> ops;
+    for (size_t i = 0; i < kManyPieces; ++i) {
+      ops.push_back({hbm_.as<uint8_t>() + 4 * i, pinned_.data(), 4});
+    }
+    for (int i = 0; i < kBatches; ++i) copies_->CopyBatch(ops.data(), ops.size());
+    Slot& slot = slots_.front();
+    checks_->Fill(slot.crc, 0, sizeof(uint32_t));
+    if (checks_->usable()) {
+      checks_->Check(kernels::cuda::LaunchCrc32c(slot.hbm, 4, slot.crc, checks_->handle()),
+                     "a checksum");
+    }
+    checks_->Copy(slot.host_crc, slot.crc, sizeof(uint32_t));
+    for (CudaStream* stream : {copies_.get(), checks_.get()}) {
+      stream->Record(*slot.done);
+      slot.done->Wait();
+    }
+    return device_->Health();
+  }
+
   struct Slot {
     uint8_t* hbm = nullptr;
     // The receiving end alone uses these:
