@@ -55,7 +55,14 @@ TEST_CASE("ranks divide the host's memory") {
   config.set_expert_parallel(4);
   MemoryFound experts;
   DivideMemory(config, &experts);
-  CHECK(!experts.shared_bytes.has_value());
+  CHECK(experts.shared_bytes.has_value());
+  // Ranks that meet by gRPC have no memory in common, and each has its host to itself.
+  config.set_rank_transport("grpc");
+  MemoryFound apart;
+  apart.host.total_bytes = 4000;
+  DivideMemory(config, &apart);
+  CHECK(apart.host.total_bytes == 4000);
+  CHECK(!apart.shared_bytes.has_value());
 }
 
 TEST_CASE("ranks share prefixes, and draft nothing where that is left to them") {
@@ -92,9 +99,16 @@ TEST_CASE("ranks of experts run full and ess, and divide nothing else") {
   config.set_policy("scout");
   refused(config, "policy is scout");
   config.set_policy("full");
-  config.set_local_prefill("never");
-  refused(config, "local_prefill");
-  config.set_local_prefill("always");
+  for (const char* prefill : {"never", "on_failure", "always"}) {
+    config.set_local_prefill(prefill);
+    CHECK(CheckRanks(&config).ToString() == "OK");
+  }
+  config.set_kv_events_endpoint("tcp://*:5557");
+  refused(config, "kv_events_endpoint");
+  config.set_kv_events_endpoint("");
+  config.set_kv_transport("nccl");
+  refused(config, "kv_transport to grpc");
+  config.set_kv_transport("grpc");
   config.set_tensor_parallel(2);
   refused(config, "tensor_parallel to 1");
 }
