@@ -14,15 +14,6 @@ constexpr int kThreads = 512;
 constexpr int kBlocks = 2 * kMaxPeerParts;
 constexpr int kAtOnce = 4;  // vectors of a thread under way
 
-__device__ __forceinline__ uint64_t LoadAcquireSystem64(const uint64_t* word) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-__device__ __forceinline__ void StoreReleaseSystem64(uint64_t* word, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-
 __device__ __forceinline__ void CopyVectors(const uint4* from, uint4* to, int64_t begin,
                                             int64_t end) {
   for (int64_t at = begin + threadIdx.x; at < end; at += kThreads * kAtOnce) {
@@ -80,11 +71,11 @@ __global__ void __launch_bounds__(kThreads)
   CopyVectors(from, to, begin, end);
   __syncthreads();
   if (thread != 0) return;
-  StoreReleaseSystem64(&WordsOf(g, other)->arrived[g.rank][part],
-                       static_cast<uint64_t>(operation) << 32 | static_cast<uint32_t>(count));
+  StoreReleaseSystem(&WordsOf(g, other)->arrived[g.rank][part],
+                     static_cast<uint64_t>(operation) << 32 | static_cast<uint32_t>(count));
   const uint64_t* const arrived = &WordsOf(g, g.rank)->arrived[other][part];
-  uint64_t word = LoadAcquireSystem64(arrived);
-  for (; word >> 32 != operation; word = LoadAcquireSystem64(arrived)) {
+  uint64_t word = LoadAcquireSystem(arrived);
+  for (; word >> 32 != operation; word = LoadAcquireSystem(arrived)) {
     if (GivesUp(g, polls)) return;
   }
   if (part == 0) p.receive_counts[other] = static_cast<int32_t>(static_cast<uint32_t>(word));
