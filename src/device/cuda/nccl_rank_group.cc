@@ -78,6 +78,7 @@ class NcclRankGroup : public RankGroup {
   absl::Status Connect() {
     SLUICE_RETURN_IF_ERROR(ConnectNccl());
     if (options_.peer_bytes == 0 || size() == 1) return absl::OkStatus();
+    SLUICE_RETURN_IF_ERROR(ConnectAhead());
     if (host_ == nullptr) {
       Log(LogLevel::kInfo, "ranks that meet by gRPC exchange by NCCL alone",
           {{"group", options_.name}});
@@ -92,7 +93,6 @@ class NcclRankGroup : public RankGroup {
           {{"group", options_.name}, {"why", std::string(peers.status().message())}});
       return absl::OkStatus();
     }
-    SLUICE_RETURN_IF_ERROR(ConnectAhead());
     absl::MutexLock lock(&mutex_);
     peers_ = *std::move(peers);
     if (comm_ == nullptr) peers_->Stop();
@@ -149,8 +149,8 @@ class NcclRankGroup : public RankGroup {
     return absl::OkStatus();
   }
 
-  // Has NCCL connect the ranks for the sums and gathers that peer memory does not take: it would
-  // else do so in the first prompt, since no recorded step has any.
+  // Has NCCL connect the ranks for sums and gathers of prompts, which are larger than those of a
+  // recorded step: it would else do so in the first prompt, for which a step's deadline is short.
   absl::Status ConnectAhead() {
     const size_t most = kAhead * options_.peer_bytes, own = static_cast<size_t>(rank());
     SLUICE_ASSIGN_OR_RETURN(const Buffer memory,
