@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -64,9 +65,13 @@ class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
   // or is set to null before it ends; then it is called no more. REQUIRES: nothing was published
   // yet, unless it is null.
   void SetObserver(PrefixObserver* observer, const std::string& model);
-  // Calls `first` and tells the observer of all that others find here, before anybody publishes or
-  // drops more. REQUIRES: SetObserver was called.
-  void AnnounceAll(absl::FunctionRef<void()> first, PrefixObserver* observer) const;
+  // Calls `first`, and `stored` with the arguments of PrefixObserver::OnStored for all that others
+  // find in the caches, before anybody publishes or drops more in any of them. The caches' locks
+  // are taken in their order. REQUIRES: SetObserver was called.
+  using Stored = absl::FunctionRef<void(std::optional<uint64_t>, absl::Span<const int32_t>,
+                                        absl::Span<const uint64_t>)>;
+  static void AnnounceAll(absl::Span<PrefixCache* const> caches, absl::FunctionRef<void()> first,
+                          Stored stored);
 
   // Returns a share of the longest known prefix of `tokens`, in whole units; empty if none is
   // known.
@@ -147,6 +152,7 @@ class PrefixCache : public std::enable_shared_from_this<PrefixCache> {
   bool IsAttached(const PrefixNode& node) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Tells the observer of a node, and of those behind it that waited for it, if others find them.
   void Announce(PrefixNode* node) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AnnounceOwn(Stored stored) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Tells the observer that a node went with all behind it.
   void Retract(PrefixNode* top) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int64_t UnitsOf(const PrefixNode& node) const { return std::ssize(node.tokens) / unit_; }

@@ -94,14 +94,21 @@ void PrefixCache::Retract(PrefixNode* top) {
   });
 }
 
-void PrefixCache::AnnounceAll(absl::FunctionRef<void()> first, PrefixObserver* observer) const {
-  absl::MutexLock lock(&mutex_);
-  first();
+void PrefixCache::AnnounceOwn(Stored stored) const {
   for (const auto& [tenant, root] : roots_) {
     ForEachBelow(*root, [&](const PrefixNode& node) {
-      if (node.announced) observer->OnStored(ParentHash(node), node.tokens, node.hashes);
+      if (node.announced) stored(ParentHash(node), node.tokens, node.hashes);
     });
   }
+}
+
+void PrefixCache::AnnounceAll(absl::Span<PrefixCache* const> caches,
+                              absl::FunctionRef<void()> first,
+                              Stored stored) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  for (const PrefixCache* const cache : caches) cache->mutex_.Lock();
+  first();
+  for (const PrefixCache* const cache : caches) cache->AnnounceOwn(stored);
+  for (const PrefixCache* const cache : caches) cache->mutex_.Unlock();
 }
 
 }  // namespace sluice

@@ -207,7 +207,11 @@ absl::Status DecodeNode::MakeTransfers() {
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
-  if (events_ != nullptr) events_->Follow(transfers_->prefixes(), model_->fingerprint());
+  if (events_ != nullptr) {
+    std::vector<PrefixCache*> caches;
+    for (const auto& prefixes : transfers_->all_prefixes()) caches.push_back(prefixes.get());
+    events_->Follow(std::move(caches), model_->fingerprint());
+  }
   channels_ =
       std::make_unique<Channels>(NewChannelCredentials(security_.tls),
                                  PeerMessageBytes(config_.max_chunk_bytes(), ServedPolicy()));

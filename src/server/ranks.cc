@@ -122,11 +122,6 @@ absl::Status CheckRanks(Config* config) {
   if (config->kv_transport() != "grpc") {
     return Refused(*config, "have no links to prefill nodes: set kv_transport to grpc");
   }
-  if (DividesExperts(*config) && !config->kv_events_endpoint().empty()) {
-    return Refused(*config,
-                   "each have a prefix cache of their own, of which nothing is published: leave "
-                   "kv_events_endpoint out");
-  }
   if (config->speculation() == "auto") config->set_speculation("none");
   if (DraftTokensOf(*config) > 0)
     return Refused(*config, "make no drafts: set speculation to none");

@@ -5,9 +5,11 @@ import time
 import pytest
 import zmq
 from sluice.v1 import decode_pb2
+from support.failpoint_lab import Stream
 from support.kv_events import Subscriber, replay
 from support.metrics_text import Scrape, wait_for
 from support.nodes import BIN, FIXTURES, SCALE, TIMEOUT_S, free_port, greedy, run, tokens_of
+from support.rank_lab import starting_ranks
 
 BLOCK = 32
 NODE = ["--hbm-bytes", "8MiB", "--local-prefill", "always"]
@@ -73,6 +75,34 @@ def test_a_router_hears_of_blocks_with_their_tokens_and_parents(start, model, sc
     assert Scrape(published.node).get("sluice_kv_event_batches_total") == len(router.batches)
     for start_at in (0, 1, len(router.batches) - 1, len(router.batches)):
         assert replay(published.replay, start_at, **form) == router.batches[start_at:]
+    router.close()
+
+
+@pytest.fixture(name="ranks")
+def _ranks(tiny_models, tmp_path):
+    yield from starting_ranks(tiny_models, tmp_path, "auto")
+
+
+def test_blocks_of_ranks_of_experts_are_published_once(ranks):
+    def start(_program, name, *flags):
+        settings = dict(zip(flags[::2], flags[1::2], strict=True))
+        hbm, dram = settings.pop("--hbm-bytes"), settings.pop("--dram-bytes")
+        return ranks(name, 2, *[word for setting in settings.items() for word in setting], hbm=hbm, dram=dram).leader
+
+    published = Published(start, "tiny-deepseek-v32", dram="64MiB")
+    router = published.subscribe()
+    first, second = ids(170, 1), ids(64, 1) + ids(140, 2)
+    running = Stream(published.node, prompt_token_ids=first, sampling=greedy(max_tokens=300, ignore_eos=True))
+    running.wait_for_tokens(2)
+    _, finish = published.generate(second)
+    assert finish.usage.cached_tokens == 0  # its rank is the other, which has no block of the first prompt
+    running.end()
+    assert router.read(lambda r: len(r.prompts()) == 2)
+    published.node.settled()
+    assert {prompt[:160] for prompt in router.prompts()} == {tuple(first[:160]), tuple(second[:160])}
+    stored = [hash_ for _, payload in router.batches for event in router.decoder.decode(payload).events
+              if type(event).__name__ == "BlockStored" for hash_ in event.block_hashes]
+    assert len(stored) == len(set(stored)) == len(router.blocks)
     router.close()
 
 

@@ -159,7 +159,6 @@ def test_a_signal_to_another_rank_waits_for_the_leader(ranks):
     (["--tensor-parallel", "2", "--leader", "a:1", "--kv-transport", "nccl"], "kv_transport to grpc"),
     (["--expert-parallel", "2", "--leader", "a:1", *COMPUTES], "no experts that ranks could divide"),
     (["--expert-parallel", "2", "--tensor-parallel", "2", "--leader", "a:1"], "tensor_parallel to 1"),
-    (["--expert-parallel", "2", "--leader", "a:1", "--kv-events-endpoint", "tcp://127.0.0.1:1"], "kv_events_endpoint out"),
     (["--expert-parallel", "2", "--leader", "a:1", "--policy", "scout"], "policies full, ess, and policy is scout"),
 ])
 def test_settings_that_ranks_cannot_have_are_refused(flags, said, tiny_models):

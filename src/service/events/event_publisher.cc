@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "src/base/logging.h"
+#include "src/kv/prefix_union.h"
 #include "src/metrics/metrics.h"
 #include "src/service/events/event_queue.h"
 #include "src/service/events/replays.h"
@@ -83,16 +84,15 @@ class EventPublisher::Worker {
       Wake();
       thread_.join();
     }
+    caches_.reset();  // they wake the thread no more
     close(wake_fd_);
   }
 
   absl::Status OpenSockets();
-  void Start(PrefixCache* cache) {
-    cache_ = cache;
-    unit_ = cache->unit_tokens();
+  void Start(std::vector<PrefixCache*> caches, const std::string& model) {
+    caches_ = std::make_unique<PrefixUnion>(std::move(caches), &queue_, model);
     thread_ = std::thread([this] { Loop(); });
   }
-  EventQueue& queue() { return queue_; }
   std::string EndpointOf(const zmq::socket_t& socket) const {
     return socket.get(zmq::sockopt::last_endpoint);
   }
@@ -109,7 +109,7 @@ class EventPublisher::Worker {
   void Wait();
   // One round of what there is to do.
   void Work();
-  // Says all that the cache has, in place of all that was said.
+  // Says all that the caches have, in place of all that was said.
   void BeginAnew();
   void Publish(std::vector<KvEvent> events);
 
@@ -120,8 +120,7 @@ class EventPublisher::Worker {
   zmq::socket_t requests_;
   EventQueue queue_;
   Replays replays_;
-  PrefixCache* cache_ = nullptr;
-  int64_t unit_ = 1;
+  std::unique_ptr<PrefixUnion> caches_;
   uint64_t sequence_ = 0;
   std::atomic<bool> ending_ = false;
   std::thread thread_;  // last
@@ -183,30 +182,26 @@ void EventPublisher::Worker::Work() {
 }
 
 void EventPublisher::Worker::BeginAnew() {
-  // It gathers what the cache has, for as long as nobody can change it.
-  class Gatherer final : public PrefixObserver {
-   public:
-    void OnStored(std::optional<uint64_t> parent, absl::Span<const int32_t> tokens,
-                  absl::Span<const uint64_t> hashes) override {
-      events.push_back({KvEvent::Kind::kStored,
-                        {hashes.begin(), hashes.end()},
-                        parent,
-                        {tokens.begin(), tokens.end()}});
-    }
-    void OnRemoved(absl::Span<const uint64_t> /*hashes*/) override {}
-    std::vector<KvEvent> events = {KvEvent{}};
-  } gatherer;
-  cache_->AnnounceAll([this] { queue_.Restart(); }, &gatherer);
+  std::vector<KvEvent> events = {KvEvent{}};
+  caches_->AnnounceAll([this] { queue_.Restart(); },
+                       [&](std::optional<uint64_t> parent, absl::Span<const int32_t> tokens,
+                           absl::Span<const uint64_t> hashes) {
+                         events.push_back({KvEvent::Kind::kStored,
+                                           {hashes.begin(), hashes.end()},
+                                           parent,
+                                           {tokens.begin(), tokens.end()}});
+                       });
   options_.metrics->kv_events_begun_anew.Add(1);
-  Publish(std::move(gatherer.events));
+  Publish(std::move(events));
 }
 
 void EventPublisher::Worker::Publish(std::vector<KvEvent> events) {
+  const int64_t unit = caches_->unit_tokens();
   const size_t max_units =
-      std::max<size_t>(options_.max_batch_tokens / static_cast<size_t>(unit_), 1);
-  for (const std::vector<KvEvent>& batch : CutIntoBatches(std::move(events), unit_, max_units)) {
+      std::max<size_t>(options_.max_batch_tokens / static_cast<size_t>(unit), 1);
+  for (const std::vector<KvEvent>& batch : CutIntoBatches(std::move(events), unit, max_units)) {
     zmq::message_t payload(EncodeBatch(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()),
-                                       batch, unit_, options_.schema));
+                                       batch, unit, options_.schema));
     replays_.Keep(sequence_, payload);
     // A subscriber that is full is left out: PUB sockets never wait.
     events_.send(zmq::message_t(options_.topic), zmq::send_flags::sndmore);
@@ -225,14 +220,10 @@ absl::StatusOr<std::unique_ptr<EventPublisher>> EventPublisher::Create(Options o
   return std::unique_ptr<EventPublisher>(new EventPublisher(std::move(worker)));
 }
 
-EventPublisher::~EventPublisher() {
-  if (cache_ != nullptr) cache_->SetObserver(nullptr, "");
-}
+EventPublisher::~EventPublisher() = default;
 
-void EventPublisher::Follow(PrefixCache* cache, const std::string& model) {
-  cache_ = cache;
-  cache->SetObserver(&worker_->queue(), model);
-  worker_->Start(cache);
+void EventPublisher::Follow(std::vector<PrefixCache*> caches, const std::string& model) {
+  worker_->Start(std::move(caches), model);
 }
 
 std::string EventPublisher::endpoint() const { return worker_->EndpointOf(worker_->events()); }

@@ -1,8 +1,8 @@
-// Publishes what a prefix cache gets and loses over ZeroMQ, as vLLM does, from a thread of its own.
-// Nothing that the cache, a step or a call does waits for it or for a subscriber:
+// Publishes what the prefix caches of a node get and lose over ZeroMQ, as vLLM does, from a thread
+// of its own. Nothing that a cache, a step or a call does waits for it or for a subscriber:
 //
 //   * A queue that is full drops its events; then the subscribers are told AllBlocksCleared, and
-//     all that the cache has again. So is said at the start, when there is nothing.
+//     all that the caches have again. So is said at the start, when there is nothing.
 //   * A subscriber that does not read is sent no more than max_messages, which it finds out by the
 //     sequence numbers; when its connection took nothing for `stall`, it is closed.
 //   * A replay client that does not read loses its answer (src/service/events/replays.h).
@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -49,9 +50,9 @@ class EventPublisher {
   EventPublisher(const EventPublisher&) = delete;
   EventPublisher& operator=(const EventPublisher&) = delete;
 
-  // Publishes the events of this cache, whose hashes are of `model`. Call it once, before anything
-  // is published there. The cache outlives the publisher.
-  void Follow(PrefixCache* cache, const std::string& model);
+  // Publishes what these caches have, one for each rank that has caches of its own; the hashes are
+  // of `model`. Call it once, before anything is published there. The caches outlive the publisher.
+  void Follow(std::vector<PrefixCache*> caches, const std::string& model);
 
   // Return where the sockets are bound or connected to, with the port that a * became.
   std::string endpoint() const;
@@ -61,7 +62,6 @@ class EventPublisher {
   class Worker;
   explicit EventPublisher(std::unique_ptr<Worker> worker);
 
-  PrefixCache* cache_ = nullptr;
   std::unique_ptr<Worker> worker_;
 };
 

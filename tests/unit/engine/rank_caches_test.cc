@@ -16,6 +16,7 @@
 #include "src/base/error.h"
 #include "src/base/rng.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/cases.h"
 #include "tests/support/node.h"
 #include "tests/support/or_fail.h"
 #include "tests/test_main.h"
@@ -23,8 +24,10 @@
 namespace sluice {
 namespace {
 
+using testing::CasesToRun;
 using testing::Generated;
 using testing::GreedyRequest;
+using testing::kSanitized;
 using testing::Node;
 using testing::NodeOptions;
 using testing::OnRanks;
@@ -160,6 +163,7 @@ TEST_CASE("ranks decode what is handed over as one node does", "[ranks]") {
                fixtures::TinyLatentModels().end());
   for (const std::string& name : names) {
     for (const int size : {2, 4}) {
+      if (kSanitized && size > 2) continue;
       INFO(name << " on " << size);
       NodeOptions options = OptionsFor(name);
       options.prefix_cache = false;  // so that every block lands
@@ -169,8 +173,9 @@ TEST_CASE("ranks decode what is handed over as one node does", "[ranks]") {
 }
 
 TEST_CASE("ranks decode what is handed over under every policy", "[ranks]") {
-  for (const auto& [model, policy] : {Kind{"tiny-llama", "scout"}, Kind{"tiny-llama", "recall"},
-                                      Kind{"tiny-llama", "hgca"}, Kind{kExperts, "ess"}}) {
+  for (const auto& [model, policy] :
+       CasesToRun({Kind{"tiny-llama", "scout"}, Kind{"tiny-llama", "recall"},
+                   Kind{"tiny-llama", "hgca"}, Kind{kExperts, "ess"}})) {
     INFO(policy);
     NodeOptions options = OptionsFor(model, policy);
     // A row of ess's after a shared prefix has other bits than one after what was handed over.
@@ -180,8 +185,9 @@ TEST_CASE("ranks decode what is handed over under every policy", "[ranks]") {
 }
 
 TEST_CASE("pages of DRAM go from one transfer to the next on every rank", "[ranks]") {
-  for (const auto& [model, policy] : {Kind{"tiny-llama", "full"}, Kind{"tiny-llama", "recall"},
-                                      Kind{kExperts, "full"}, Kind{kExperts, "ess"}}) {
+  for (const auto& [model, policy] :
+       CasesToRun({Kind{"tiny-llama", "full"}, Kind{"tiny-llama", "recall"}, Kind{kExperts, "full"},
+                   Kind{kExperts, "ess"}})) {
     INFO(model << " under " << policy);
     NodeOptions options = OptionsFor(model, policy);
     const fixtures::GoldenCase& g = GoldenOf(model)[2];
@@ -207,7 +213,7 @@ TEST_CASE("pages of DRAM go from one transfer to the next on every rank", "[rank
       };
       int begun = 0, refused = 0;
       SplitMix64 random(3);
-      while (begun < 60) {
+      while (begun < (kSanitized ? 20 : 60)) {
         Manifest manifest = node.MakeManifest(g.prompt, prompt, 20);
         manifest.tenant = absl::StrCat("t", begun);  // so that no prefix is shared
         const auto reserved = node.transfers().Reserve(manifest);
@@ -251,9 +257,9 @@ Answers TwoTurns(Node& node, const char* model) {
 }
 
 TEST_CASE("ranks keep sequences as one node does", "[ranks]") {
-  for (const auto& [model, policy] :
-       {Kind{"tiny-llama", "full"}, Kind{"tiny-llama", "scout"}, Kind{"tiny-llama", "recall"},
-        Kind{"tiny-llama", "hgca"}, Kind{kExperts, "full"}, Kind{kExperts, "ess"}}) {
+  for (const auto& [model, policy] : CasesToRun(
+           {Kind{"tiny-llama", "full"}, Kind{"tiny-llama", "scout"}, Kind{"tiny-llama", "recall"},
+            Kind{"tiny-llama", "hgca"}, Kind{kExperts, "full"}, Kind{kExperts, "ess"}})) {
     INFO(model << " under " << policy);
     for (const bool prefixes : {false, true}) {
       NodeOptions options = OptionsFor(model, policy);
@@ -304,7 +310,7 @@ Answers Sharing(Node& node) {
     std::vector<int32_t> prompt;
     for (int t = 0; t < 100 + 20 * (i % 4); ++t) prompt.push_back((t * t + 7 * t + i / 8) % 90 + 3);
     for (int t = 0; t < i; ++t) prompt.push_back(5 + t);
-    answers.push_back(node.Generate(GreedyRequest(prompt, 40)).ids);
+    answers.push_back(node.Generate(GreedyRequest(prompt, 12)).ids);
     REQUIRE(node.Quiescent());
   }
   return answers;
@@ -312,8 +318,8 @@ Answers Sharing(Node& node) {
 
 TEST_CASE("ranks share the blocks of equal prefixes", "[ranks]") {
   for (const auto& [model, policy] :
-       {Kind{"tiny-llama", "full"}, Kind{"tiny-llama", "scout"}, Kind{"tiny-llama", "recall"},
-        Kind{kExperts, "full"}, Kind{kExperts, "ess"}}) {
+       CasesToRun({Kind{"tiny-llama", "full"}, Kind{"tiny-llama", "scout"},
+                   Kind{"tiny-llama", "recall"}, Kind{kExperts, "full"}, Kind{kExperts, "ess"}})) {
     INFO(model << " under " << policy);
     NodeOptions options = OptionsFor(model, policy);
     Answers want;

@@ -1,17 +1,20 @@
-// Tests what a prefix cache tells its observer: by hand, and against what Find says while random
-// sequences publish, prove, forget and drop blocks.
+// Tests what the prefix caches of one rank or of several tell an observer: by hand, and against
+// what Find says while random sequences publish, prove, forget and drop blocks.
 #include "src/kv/prefix_events.h"
 
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "src/base/rng.h"
 #include "src/kv/prefix_cache.h"
+#include "src/kv/prefix_union.h"
 #include "src/kv/sequence_cache.h"
 #include "tests/unit/kv/kv_support.h"
 
@@ -44,31 +47,50 @@ class Router final : public PrefixObserver {
   int stored = 0, removed = 0;
 };
 
+// A node whose ranks have a cache each.
 struct World {
-  explicit World(int64_t units) {
+  explicit World(int64_t units, size_t ranks = 1) {
     const CacheLayout layout = TwoKinds();
-    pool = MakePool("dram", layout, static_cast<size_t>(layout.BytesFor(kUnit) * units) + 8292);
-    cache = PrefixCache::Create(pool.get());
-    cache->SetObserver(&router, "model");
+    std::vector<PrefixCache*> all;
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      pools.push_back(
+          MakePool("dram", layout, static_cast<size_t>(layout.BytesFor(kUnit) * units) + 8292));
+      caches.push_back(PrefixCache::Create(pools.back().get()));
+      all.push_back(caches.back().get());
+    }
+    cache = all.front();
+    shown = std::make_unique<PrefixUnion>(std::move(all), &router, "model");
   }
-  ~World() { cache->SetObserver(nullptr, ""); }
 
   std::unique_ptr<SequenceCache> Begin(const std::string& tenant,
-                                       const std::vector<int32_t>& tokens) {
-    return BeginBehindPrefix(*pool, *cache, tenant, tokens);
+                                       const std::vector<int32_t>& tokens, size_t rank = 0) {
+    return BeginBehindPrefix(*pools[rank], *caches[rank], tenant, tokens);
   }
-  void Run(const std::string& tenant, const std::vector<int32_t>& tokens) {
-    auto sequence = Begin(tenant, tokens);
+  void Run(const std::string& tenant, const std::vector<int32_t>& tokens, size_t rank = 0) {
+    auto sequence = Begin(tenant, tokens, rank);
     REQUIRE(sequence != nullptr);
-    cache->Publish(tenant, tokens, Readers::kNone, *sequence);
+    caches[rank]->Publish(tenant, tokens, Readers::kNone, *sequence);
   }
-  // Checks that the router knows the prompt's blocks just as far as a sequence finds them.
+  // Checks that the router knows the prompt's blocks just as far as a sequence of some rank finds
+  // them.
   void CheckKnown(const std::string& tenant, const std::vector<int32_t>& tokens) {
-    const int64_t units = cache->Find(tenant, tokens).tokens() / kUnit;
+    int64_t units = 0;
+    for (const auto& one : caches) {
+      units = std::max(units, one->Find(tenant, tokens).tokens() / kUnit);
+    }
     const std::vector<uint64_t> hashes = HashesOf(tenant, tokens);
     int64_t known = 0;
     for (const uint64_t hash : hashes) known += router.known.contains(hash) ? 1 : 0;
     CHECK(known == units);
+  }
+  // Checks that a router that comes late is told what one knows that missed nothing.
+  void CheckAnnounced() {
+    Router late;
+    bool first = false;
+    shown->AnnounceAll([&] { first = late.known.empty(); },
+                       [&](auto... arguments) { late.OnStored(arguments...); });
+    CHECK(first);
+    CHECK(late.known == router.known);
   }
   static std::vector<uint64_t> HashesOf(const std::string& tenant, std::vector<int32_t> tokens) {
     tokens.resize(tokens.size() / kUnit * kUnit);
@@ -76,8 +98,10 @@ struct World {
   }
 
   Router router;
-  std::unique_ptr<PagePool> pool;
-  std::shared_ptr<PrefixCache> cache;
+  std::vector<std::unique_ptr<PagePool>> pools;
+  std::vector<std::shared_ptr<PrefixCache>> caches;
+  PrefixCache* cache = nullptr;  // the first one
+  std::unique_ptr<PrefixUnion> shown;
 };
 
 std::vector<int32_t> Tokens(int64_t count, int32_t first = 0) {
@@ -142,20 +166,63 @@ TEST_CASE("All that a cache has is told anew, as a router that missed nothing kn
   w.Run("b", fork);
   auto unproven = w.Begin("a", Tokens(8, 200));
   w.cache->Publish("a", Tokens(8, 200), Readers::kSome, *unproven, 3);
-  Router late;
-  bool first = false;
-  w.cache->AnnounceAll([&] { first = late.known.empty(); }, &late);
-  CHECK(first);
-  CHECK(late.known == w.router.known);
+  w.CheckAnnounced();
+}
+
+TEST_CASE("Blocks of several ranks are stored once, and removed with the last") {
+  World w(100, 3);
+  w.Run("a", Tokens(24), 1);
+  w.Run("a", Tokens(40), 2);
+  CHECK(w.router.stored == 2);
+  const std::vector<uint64_t> hashes = World::HashesOf("a", Tokens(40));
+  CHECK(w.router.known.size() == 5);
+  CHECK(w.router.known.at(hashes[3]) == hashes[2]);
+  w.Run("a", Tokens(40), 0);
+  CHECK(w.router.stored == 2);
+  w.CheckAnnounced();
+  w.caches[0]->Forget("a", Tokens(40));
+  w.caches[2]->Forget("a", Tokens(40));
+  CHECK(w.router.known.size() == 3);
+  w.CheckAnnounced();
+  w.caches[1]->Forget("a", Tokens(40));
+  CHECK(w.router.known.empty());
+}
+
+TEST_CASE("Ranks that publish and forget at once leave what they have") {
+  World w(400, 2);
+  const auto work = [&](size_t rank) {
+    SplitMix64 random(rank);
+    for (int step = 0; step < 300; ++step) {
+      const std::vector<int32_t> tokens = Tokens(int64_t(random() % 12) * kUnit, 7);
+      if (auto made = w.Begin("a", tokens, rank); made != nullptr) {
+        w.caches[rank]->Publish("a", tokens, Readers::kNone, *made);
+      }
+      if (random() % 3 == 0) w.caches[rank]->Forget("a", tokens);
+    }
+  };
+  std::thread other(work, 1);
+  const auto count = [&] {
+    size_t known = 0;
+    w.shown->AnnounceAll([] {}, [&](std::optional<uint64_t>, absl::Span<const int32_t>,
+                                    absl::Span<const uint64_t> hashes) { known += hashes.size(); });
+    return known;
+  };
+  for (int i = 0; i < 100; ++i) CHECK(count() <= 11);
+  work(0);
+  other.join();
+  w.CheckKnown("a", Tokens(11 * kUnit, 7));
+  CHECK(count() == w.router.known.size());
 }
 
 TEST_CASE("A router knows at all times what sequences find") {
   const uint64_t seed = GENERATE(range(1, 41));
   SplitMix64 random(seed);
-  World w(60);
+  const size_t ranks = 1 + seed % 3;
+  World w(60, ranks);
   std::vector<std::pair<std::string, std::vector<int32_t>>> prompts;
   struct Running {
     size_t prompt = 0;
+    size_t rank = 0;
     uint64_t proof = 0;
     std::unique_ptr<SequenceCache> cache;
   };
@@ -175,20 +242,20 @@ TEST_CASE("A router knows at all times what sequences find") {
     const size_t prompt = random() % prompts.size();
     const auto& [tenant, tokens] = prompts[prompt];
     const uint64_t proof = random() % 2 == 0 ? step : 0;
-    if (auto made = w.Begin(tenant, tokens); made != nullptr) {
+    const size_t rank = random() % ranks;
+    if (auto made = w.Begin(tenant, tokens, rank); made != nullptr) {
       const size_t part = random() % (tokens.size() + 1);
-      w.cache->Publish(tenant, absl::MakeSpan(tokens).first(part),
-                       random() % 2 == 0 ? Readers::kSome : Readers::kNone, *made, proof);
-      running.push_back({prompt, proof, std::move(made)});
+      w.caches[rank]->Publish(tenant, absl::MakeSpan(tokens).first(part),
+                              random() % 2 == 0 ? Readers::kSome : Readers::kNone, *made, proof);
+      running.push_back({prompt, rank, proof, std::move(made)});
     }
     while (!running.empty() && (running.size() > 3 || random() % 2 == 0)) {
       const size_t at = random() % running.size();
       const auto& [of, ends] = prompts[running[at].prompt];
-      if (running[at].proof != 0 && random() % 4 != 0) {
-        w.cache->Prove(of, ends, running[at].proof);
-      }
-      if (random() % 4 == 0) w.cache->Publish(of, ends, Readers::kNone, *running[at].cache);
-      if (random() % 16 == 0) w.cache->Forget(of, ends);
+      PrefixCache& cache = *w.caches[running[at].rank];
+      if (running[at].proof != 0 && random() % 4 != 0) cache.Prove(of, ends, running[at].proof);
+      if (random() % 4 == 0) cache.Publish(of, ends, Readers::kNone, *running[at].cache);
+      if (random() % 16 == 0) cache.Forget(of, ends);
       running.erase(running.begin() + static_cast<ptrdiff_t>(at));
     }
     for (const auto& [of, all] : prompts) w.CheckKnown(of, all);

@@ -86,7 +86,7 @@ struct World {
     socket.connect(base + "-replay");
     return socket;
   }
-  void Follow() { publisher->Follow(cache.get(), "model"); }
+  void Follow() { publisher->Follow({cache.get()}, "model"); }
   void Run(int32_t first, int64_t count) {
     std::vector<int32_t> tokens;
     for (int64_t i = 0; i < count; ++i) tokens.push_back(first + static_cast<int32_t>(i));
