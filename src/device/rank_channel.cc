@@ -31,6 +31,8 @@ class HostChannel final : public RankChannel {
   uint32_t sent() const override { return messages_; }
   void Done() override;
   absl::Status AwaitDone(uint32_t messages) override;
+  void Show(uint32_t number) override;
+  uint32_t Shown(int rank) const override;
   absl::Status Meet(absl::Duration timeout) override;
   void Report(absl::Span<const uint8_t> bytes) override;
   std::optional<std::vector<uint8_t>> ReportOf(int rank) const override;
@@ -62,6 +64,7 @@ struct HostChannel::Shared {
   RankWord read[kMaxRanks];   // bytes, by rank
   RankWord meets[kMaxRanks];  // meetings that the rank has come to
   RankWord done[kMaxRanks];   // messages that the rank has carried out
+  RankWord shown[kMaxRanks];
   uint8_t ring[kRing];
 };
 
@@ -158,6 +161,10 @@ absl::Status HostChannel::AwaitDone(uint32_t messages) {
   }
   return absl::OkStatus();
 }
+
+void HostChannel::Show(uint32_t number) { HostRanks::Post(shared().shown[rank()], number); }
+
+uint32_t HostChannel::Shown(int rank) const { return shared().shown[rank].value.load(); }
 
 absl::Status HostChannel::Meet(absl::Duration timeout) {
   Shared& s = shared();

@@ -43,6 +43,11 @@ class RankChannel {
   // Waits until every other rank has said so of rank 0's first `messages`. UNAVAILABLE: one has
   // ended, or did not in time. Any thread. REQUIRES: rank 0.
   virtual absl::Status AwaitDone(uint32_t messages) = 0;
+  // Leaves a number for rank 0, in the place of the one before. REQUIRES: not rank 0.
+  virtual void Show(uint32_t number) = 0;
+  // Returns the number that another rank left last, 0 at first. It waits for no other rank.
+  // REQUIRES: rank 0.
+  virtual uint32_t Shown(int rank) const = 0;
   // Waits until every rank has called it as often as this one. UNAVAILABLE: one has ended, or did
   // not come in time.
   virtual absl::Status Meet(absl::Duration timeout) = 0;

@@ -1,5 +1,6 @@
 #include "src/engine/rank_follower.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -60,8 +61,22 @@ absl::Status RankFollower::RunOrders() {
     SLUICE_FAILPOINT_PAUSE(kRankOrder);
     SLUICE_ASSIGN_OR_RETURN(const bool stop, CarryOut(message, *this));
     if (stop) return FinishAll();
+    if (parts_.rows != nullptr) CountCopies();
     parts_.channel->Done();
   }
+}
+
+void RankFollower::Copies(int slot) {
+  if (parts_.rows != nullptr) copying_.push_back(slot);
+}
+
+void RankFollower::CountCopies() {
+  const uint32_t before = copied_;
+  while (!copying_.empty() && (copying_.front() < 0 || parts_.policy->Warm(copying_.front()))) {
+    copying_.pop_front();
+    ++copied_;
+  }
+  if (copied_ != before) parts_.channel->Show(copied_);
 }
 
 absl::Status RankFollower::Finish(int buffer) {
@@ -91,6 +106,7 @@ absl::Status RankFollower::Admit(int slot, RankAdmission admission) {
     return Differs("admitted", slot);
   }
   held_[static_cast<size_t>(slot)] = true;
+  Copies(slot);
   return absl::OkStatus();
 }
 
@@ -104,6 +120,7 @@ absl::Status RankFollower::EndPrompt(int slot, int64_t tokens, SelectionHints hi
   SLUICE_RETURN_IF_ERROR(FinishAll());
   hints = HintsOf(hints, part_);
   parts_.policy->EndPrompt(slot, tokens, std::move(hints));
+  Copies(slot);
   return absl::OkStatus();
 }
 
@@ -113,6 +130,7 @@ absl::Status RankFollower::Warm(int slot) {
     parts_.policy->WarmEvent(slot).Wait();
     SLUICE_RETURN_IF_ERROR(parts_.device->Health());
   }
+  std::replace(copying_.begin(), copying_.end(), slot, -1);
   return absl::OkStatus();
 }
 
@@ -153,6 +171,7 @@ absl::Status RankFollower::Evict(int slot, int64_t tokens, RankPages home) {
   SLUICE_RETURN_IF_ERROR(Rest(slot));
   if (!home.empty()) parts_.dram->ChoosePages(std::move(home));
   parts_.policy->Evict(slot, tokens);
+  Copies(slot);
   return absl::OkStatus();
 }
 

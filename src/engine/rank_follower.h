@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -66,6 +67,10 @@ class RankFollower final : private RankOrders {
   // Returns whether another rank has the slot's sequence.
   bool Elsewhere(int slot) const { return parts_.rows != nullptr && !parts_.rows->Owns(slot); }
   absl::Status RunOrders();
+  // Notes that copies of the slot have begun.
+  void Copies(int slot);
+  // Tells rank 0 how many copies are done, of those that it asked for first.
+  void CountCopies();
   // Waits until a step is done, and checks what its sequences were given.
   absl::Status Finish(int buffer);
   absl::Status FinishAll();
@@ -76,7 +81,9 @@ class RankFollower final : private RankOrders {
   const HintPart part_;
   const std::unique_ptr<BatchState> batch_;
   const std::unique_ptr<Stream> stream_;
-  std::vector<bool> held_;                                    // by slot: whether a sequence has it
+  std::vector<bool> held_;   // by slot: whether a sequence has it
+  std::deque<int> copying_;  // slots whose copies may not be done, as rank 0 asked; -1: they are
+  uint32_t copied_ = 0;      // copies before those
   std::array<std::vector<int>, BatchState::kDepth> members_;  // slots of each buffer's step
 };
 

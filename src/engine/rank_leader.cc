@@ -2,9 +2,16 @@
 
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
+namespace {
+
+// How often another rank is made to look how far its copies are.
+constexpr absl::Duration kNudge = absl::Milliseconds(1);
+
+}  // namespace
 
 RankLeader::RankLeader(AttentionPolicy* policy, RankChannel* channel, RankGroup* ranks, int slots,
                        RankDivision division)
@@ -15,9 +22,11 @@ RankLeader::RankLeader(AttentionPolicy* policy, RankChannel* channel, RankGroup*
       placements_({policy}),
       warm_(static_cast<size_t>(slots), false),
       cold_(static_cast<size_t>(slots), false),
+      awaited_(static_cast<size_t>(slots), 0),
       soft_(static_cast<size_t>(slots), false),
       counted_(static_cast<size_t>(slots)) {
   placements_.insert(placements_.end(), division_.others.begin(), division_.others.end());
+  copies_.resize(placements_.size(), 0);
 }
 
 RankLeader::~RankLeader() {
@@ -76,7 +85,7 @@ bool RankLeader::Admit(int slot, int64_t context, int64_t total, Promise promise
     admission.home = cache->Describe();
   }
   soft_[s] = !admission.firm;
-  cold_[s] = true;
+  Copies(slot);
   Next().Admit(slot, admission);
   return true;
 }
@@ -96,11 +105,32 @@ void RankLeader::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   Next().EndPrompt(slot, tokens, hints);
   hints = HintsOf(hints, division_.part);
   if (!Elsewhere(slot)) ForwardingPolicy::EndPrompt(slot, tokens, std::move(hints));
-  cold_[static_cast<size_t>(slot)] = true;
+  Copies(slot);
+}
+
+void RankLeader::Copies(int slot) {
+  const auto s = static_cast<size_t>(slot);
+  cold_[s] = true;
+  if (Elsewhere(slot)) awaited_[s] = ++copies_[static_cast<size_t>(RankOf(slot))];
+}
+
+bool RankLeader::CopiesAreDone(int slot) {
+  if (!cold_[static_cast<size_t>(slot)]) return true;
+  const uint32_t done = channel_->Shown(RankOf(slot));
+  if (static_cast<int32_t>(done - awaited_[static_cast<size_t>(slot)]) >= 0) return true;
+  if (!ranks_->status().ok()) return true;  // nobody will say so
+  // The other rank looks when a message comes, and no step sends one while nothing else runs.
+  if (const absl::Time now = absl::Now(); !plan_.message().empty() || now >= next_nudge_) {
+    Next();
+    Send();
+    next_nudge_ = now + kNudge;
+  }
+  return false;
 }
 
 bool RankLeader::Warm(int slot) {
   const auto s = static_cast<size_t>(slot);
+  if (Elsewhere(slot) && !CopiesAreDone(slot)) return false;
   if (!cold_[s]) {
     if (!At(slot).Warm(slot)) return false;
     warm_[s] = true;
@@ -165,7 +195,7 @@ void RankLeader::Evict(int slot, int64_t tokens) {
   At(slot).Evict(slot, tokens);
   const SequenceCache* const home = TellsPages(slot) ? HostCache(slot) : nullptr;
   Next().Evict(slot, tokens, home == nullptr ? RankPages() : home->Describe().pages);
-  cold_[static_cast<size_t>(slot)] = true;
+  Copies(slot);
 }
 
 // The caches may go to another sequence or back to the pool, after the others have let go of them.

@@ -10,7 +10,10 @@
 // on each pair of them, which copies and computes nothing (planning_device.h). They place the
 // sequences of that rank as its own policy does a little later: so the leader knows what is free
 // there, and which pages of the rank's DRAM a sequence has. A sequence with caches runs where they
-// are, and another where the engine says (UseRank). No ranks share drafts.
+// are, and another where the engine says (UseRank). No ranks share drafts. The copies of such a
+// rank's sequences (to HBM, to the working set, to DRAM) go on beneath its steps as at home: the
+// rank counts those that are done, in the order in which they were asked for, and a slot is warm
+// when its number has come.
 #pragma once
 
 #include <memory>
@@ -19,7 +22,9 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "src/attention/forwarding_policy.h"
+#include "src/device/device.h"
 #include "src/device/rank_channel.h"
 #include "src/device/rank_group.h"
 #include "src/engine/rank_plan.h"
@@ -64,9 +69,10 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
              std::unique_ptr<SequenceCache>& home) override;
   void BeginPrompt(int slot, int64_t tokens, int64_t cached) override;
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
-  // A slot that another rank has is warm as soon as it is asked for: that rank waits until it is.
   bool Warm(int slot) override;
-  Event& WarmEvent(int slot) override { return At(slot).WarmEvent(slot); }
+  Event& WarmEvent(int slot) override {
+    return Elsewhere(slot) ? elsewhere_ : At(slot).WarmEvent(slot);
+  }
   absl::Status SlotHealth(int slot) const override;
   const SequenceCache* HostCache(int slot) const override { return At(slot).HostCache(slot); }
   SequenceCache* HostCacheOfPrompt(int slot) override { return At(slot).HostCacheOfPrompt(slot); }
@@ -81,6 +87,14 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   void Launching(int buffer, const StepPlan& plan) override;
 
  private:
+  // Stands for copies of another rank, of which only Warm knows: it is never ready. The engine then
+  // asks Warm again in a while.
+  class CopyElsewhere final : public Event {
+   public:
+    bool Ready() const override { return false; }
+    void Wait() const override {}
+  };
+
   // Says that the next message tells the others of pages that go back now.
   void FreesPages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(frees_mutex_) { frees_ = channel_->sent() + 1; }
   bool Elsewhere(int slot) const {
@@ -91,6 +105,10 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   AttentionPolicy& At(int slot) const { return *placements_[static_cast<size_t>(RankOf(slot))]; }
   // Returns whether another rank has a host cache of the slot, whose pages it must be told.
   bool TellsPages(int slot) const { return division_.rows == nullptr || Elsewhere(slot); }
+  // Says that copies of a slot begin with the next order.
+  void Copies(int slot);
+  // Returns whether the copies of a slot that another rank has are done.
+  bool CopiesAreDone(int slot);
   // Forgets the sequence that a slot had.
   void Left(int slot);
   // Returns whether a sequence with a soft promise runs on the rank.
@@ -105,9 +123,13 @@ class RankLeader : public ForwardingPolicy, public BatchLog {
   std::vector<AttentionPolicy*> placements_;  // by rank; one where ranks divide every sequence
   int use_rank_ = 0;
   RankPlanWriter plan_;
-  std::vector<bool> warm_;                            // by slot: to be told
-  std::vector<bool> cold_;                            // by slot: whether Warm may give pages back
-  std::vector<bool> soft_;                            // by slot: whether its promise is soft
+  std::vector<bool> warm_;         // by slot: to be told
+  std::vector<bool> cold_;         // by slot: whether Warm may give pages back
+  std::vector<uint32_t> copies_;   // by rank: how often copies of its slots were asked for
+  std::vector<uint32_t> awaited_;  // by slot: the number of its newest copies there
+  CopyElsewhere elsewhere_;
+  absl::Time next_nudge_;   // before which no message goes out for copies alone
+  std::vector<bool> soft_;  // by slot: whether its promise is soft
   std::vector<std::shared_ptr<const void>> counted_;  // by slot: its share in the ledger
   // Held while pages go back, so that whoever then finds them free finds the message's number too.
   absl::Mutex frees_mutex_;

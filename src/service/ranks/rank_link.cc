@@ -56,6 +56,8 @@ class Link : public RankLink {
   uint32_t sent() const override { return roster_.sent(); }
   void Done() override { roster_.Done(); }
   absl::Status AwaitDone(uint32_t messages) override { return roster_.AwaitDone(messages); }
+  void Show(uint32_t number) override { roster_.Show(number); }
+  uint32_t Shown(int rank) const override { return roster_.Shown(rank); }
   absl::Status Meet(absl::Duration timeout) override { return roster_.Meet(timeout); }
   void Report(absl::Span<const uint8_t> bytes) override { roster_.Report(bytes); }
   std::optional<std::vector<uint8_t>> ReportOf(int rank) const override {

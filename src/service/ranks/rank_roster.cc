@@ -280,15 +280,15 @@ void RankRoster::Leave(absl::Duration timeout) {
   absl::MutexLock lock(&mutex_);
   own().set_left(true);
   TellStates();
-  const bool failed = !failure_.ok();
-  const auto ended = [this, failed]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return std::all_of(peers_.begin(), peers_.end(), [failed](const Peer& peer) {
-      return !peer.here || peer.ended || (failed && peer.told_last);
-    });
+  // A stream that is given up before it has ended may lose what was written last, such as why the
+  // node has failed.
+  const auto ended = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return std::all_of(peers_.begin(), peers_.end(),
+                       [](const Peer& peer) { return !peer.here || peer.ended; });
   };
   // After a failure a rank that stands still takes nothing, and callers wait for this process.
   mutex_.AwaitWithTimeout(absl::Condition(&ended),
-                          failed ? std::min(timeout, kLastWords) : timeout);
+                          failure_.ok() ? timeout : std::min(timeout, kLastWords));
 }
 
 // ---- What the rank does with the others ----
@@ -375,6 +375,17 @@ absl::Status RankRoster::AwaitDone(uint32_t plans) {
     SLUICE_RETURN_IF_ERROR(Await(rank, there, options_.deadline, "the end of an order"));
   }
   return absl::OkStatus();
+}
+
+void RankRoster::Show(uint32_t number) {
+  absl::MutexLock lock(&mutex_);
+  own().set_shown(number);
+  TellStates();
+}
+
+uint32_t RankRoster::Shown(int rank) const {
+  absl::MutexLock lock(&mutex_);
+  return states_[static_cast<size_t>(rank)].shown();
 }
 
 // It goes with the next message, at the next beat.

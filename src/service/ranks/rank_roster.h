@@ -73,6 +73,8 @@ class RankRoster {
   uint32_t sent() const;
   void Done();
   absl::Status AwaitDone(uint32_t plans);
+  void Show(uint32_t number);
+  uint32_t Shown(int rank) const;
   absl::Status Meet(absl::Duration timeout);
   void Report(absl::Span<const uint8_t> bytes);
   std::optional<std::vector<uint8_t>> ReportOf(int rank) const;

@@ -108,11 +108,16 @@ TEST_CASE("rank 0 learns when its messages are carried out", "[device][ranks]") 
             const absl::Status done = (*channel)->AwaitDone((*channel)->sent());
             if (!done.ok()) return done.ToString();
             if (carried != 2 * i) return "the others had not carried it out";
+            for (const int other : {1, 2}) {  // it was left before Done
+              const auto shown = static_cast<int>((*channel)->Shown(other));
+              if (shown != 10 * i + other) return absl::StrCat("rank ", other, " shows ", shown);
+            }
             continue;
           }
           if (!(*channel)->Receive().ok()) return "not received";
           absl::SleepFor(absl::Milliseconds(options.rank));
           ++carried;
+          (*channel)->Show(static_cast<uint32_t>(10 * i + options.rank));
           (*channel)->Done();
         }
         return "";

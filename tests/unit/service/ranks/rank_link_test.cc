@@ -120,11 +120,16 @@ TEST_CASE("rank 0 learns when its messages are carried out, by gRPC") {
         const absl::Status done = link.AwaitDone(link.sent());
         if (!done.ok()) return done.ToString();
         if (*carried != 2 * i) return "the others had not carried it out";
+        for (const int other : {1, 2}) {  // it was left before Done
+          const auto shown = static_cast<int>(link.Shown(other));
+          if (shown != 10 * i + other) return absl::StrCat("rank ", other, " shows ", shown);
+        }
         continue;
       }
       if (!link.Receive().ok()) return "not received";
       absl::SleepFor(absl::Milliseconds(link.rank()));
       ++*carried;
+      link.Show(static_cast<uint32_t>(10 * i + link.rank()));
       link.Done();
     }
     return "";
