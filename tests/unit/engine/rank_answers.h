@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/cases.h"
 #include "tests/support/node.h"
 
 namespace sluice::testing {
@@ -49,7 +50,7 @@ inline void CheckSameAnswers(NodeOptions options, int size) {
   }
   OnRanks(options, size, [&](Node& node) {
     CHECK(Answers(node) == want);
-    CHECK(Answers(node) == want);
+    if (!kSanitized) CHECK(Answers(node) == want);
     CHECK(node.Quiescent());
   });
 }
