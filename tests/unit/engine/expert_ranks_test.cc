@@ -129,17 +129,18 @@ TEST_CASE("steps in two halves give one engine's answers", "[ranks]") {
 // Pools of which each has room for two of the sequences, so that four run only on two ranks.
 TEST_CASE("sequences are spread over the ranks' pools", "[ranks]") {
   NodeOptions options = ExpertsFor("tiny-deepseek-v32");
+  const uint32_t tokens = kSanitized ? 61 : 253;
   int64_t each = 0;
   {
     NodeOptions whole = options;
     whole.divide_experts = false;
     Node alone(whole);
-    each = alone.model().cache_layout().BytesFor(256);
+    each = alone.model().cache_layout().BytesFor(3 + tokens);
   }
   options.hbm_bytes = 2 * each + each / 2;
   OnRanks(options, 2, [&](Node& node) {
     std::vector<std::shared_ptr<TokenStream>> streams;
-    for (int i = 0; i < 4; ++i) streams.push_back(node.Start(GreedyRequest({1, 2, 3 + i}, 253)));
+    for (int i = 0; i < 4; ++i) streams.push_back(node.Start(GreedyRequest({1, 2, 3 + i}, tokens)));
     for (auto& stream : streams) stream->ReadBlocking();
     std::promise<uint32_t> running;
     node.engine().Snapshot(

@@ -122,7 +122,8 @@ Answers HandAllOver(Node& node, const std::string& model) {
     for (const fixtures::GoldenCase& g : GoldenOf(model)) {
       const auto prompt = static_cast<uint32_t>(g.prompt.size());
       const uint32_t context = round == 1 && prompt > 1 ? prompt - 1 : prompt;
-      streams.push_back(node.Start(Handed(HandOver(node, g, context, 30), 30)));
+      const uint32_t tokens = kSanitized ? 10 : 30;
+      streams.push_back(node.Start(Handed(HandOver(node, g, context, tokens), tokens)));
     }
   }
   Answers answers;
@@ -244,11 +245,12 @@ TEST_CASE("pages of DRAM go from one transfer to the next on every rank", "[rank
 Answers TwoTurns(Node& node, const char* model) {
   Answers answers;
   for (const fixtures::GoldenCase& g : GoldenOf(model)) {
-    Request first = GreedyRequest(g.prompt, 20);
+    const uint32_t tokens = kSanitized ? 6 : 20;
+    Request first = GreedyRequest(g.prompt, tokens);
     first.keep = absl::Seconds(30);
     const Generated one = node.Generate(std::move(first));
     REQUIRE(!one.finish.sequence_id.empty());
-    Request second = GreedyRequest({3, 4, 5, 6, 7, 8}, 20);
+    Request second = GreedyRequest({3, 4, 5, 6, 7, 8}, tokens);
     second.handoff.sequence_id = one.finish.sequence_id;
     answers.push_back(one.ids);
     answers.push_back(node.Generate(std::move(second)).ids);
@@ -311,7 +313,7 @@ Answers Sharing(Node& node) {
     std::vector<int32_t> prompt;
     for (int t = 0; t < 100 + 20 * (i % 4); ++t) prompt.push_back((t * t + 7 * t + i / 8) % 90 + 3);
     for (int t = 0; t < i; ++t) prompt.push_back(5 + t);
-    answers.push_back(node.Generate(GreedyRequest(prompt, 12)).ids);
+    answers.push_back(node.Generate(GreedyRequest(prompt, kSanitized ? 4 : 12)).ids);
     REQUIRE(node.Quiescent());
   }
   return answers;
