@@ -2,8 +2,10 @@
 // what the experts made of them (src/device/rank_group.h has the exchange itself). The conventions
 // are those of kernels/params.h.
 //
-// Ranks have as many experts each, in order: rank d has those from d * experts_each on. A row goes
-// once to every rank that has some of its experts, however many. What travels is a *unit*:
+// Ranks have as many experts each, and a *physical expert* is one that a rank has: rank d has those
+// from d * experts_each on. An expert may be on several ranks; each rank has a table which says to
+// which of them its rows go. A row goes once to every rank that has some of its experts, however
+// many. What travels is a *unit*:
 //
 //   values   [dim] of the unit's type; of e4m3, then a float32 scale for each kFp8BlockColumns
 //   choices  int32 [choices]: numbers among the rank's own experts; -1: another rank's
@@ -37,13 +39,18 @@ constexpr RowUnit RowUnitOf(int32_t dim, int32_t choices, DType type) {
 }
 
 // Packs rows for the ranks of their experts: of every rank's block the first counts[rank] units are
-// written, which are the rows that go there, in order. A choice of -1 goes nowhere.
+// written, which are the rows that go there, in order. A choice of -1 goes nowhere. Every other one
+// is counted, if `load` is set.
 struct PackRowsParams {
   const void* x;          // [rows][dim], of x_type
   const int32_t* chosen;  // [rows][choices]
   const float* weights;   // [rows][choices]
-  void* units;            // [ranks][capacity] units
-  int32_t* counts;        // [ranks]
+  // [experts] The physical expert that works for this rank, below ranks * experts_each; null: each
+  // expert is the physical one of its number.
+  const int32_t* physical;
+  void* units;      // [ranks][capacity] units
+  int32_t* counts;  // [ranks]
+  int64_t* load;    // [experts], to which the numbers of choices are added; or null
   // [rows][ranks] The number of the row's unit, rank * capacity + index; -1: it does not go there.
   int32_t* places;
   int32_t rows;  // at most `capacity`
@@ -57,6 +64,12 @@ struct PackRowsParams {
 };
 
 inline constexpr int32_t kMaxExchangeRanks = 64;
+
+// Returns the physical expert of a row's choice, an index into `chosen`; -1: there is none.
+constexpr int32_t PhysicalExpert(const PackRowsParams& p, int64_t choice) {
+  const int32_t expert = p.chosen[choice];
+  return expert < 0 || p.physical == nullptr ? expert : p.physical[expert];
+}
 
 // Makes rows of units that arrived, for this rank's experts. Unit u is row u; those past their
 // block's count become rows without a choice, and their x and sums are not written. The other

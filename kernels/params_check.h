@@ -92,7 +92,7 @@ SLUICE_PLAIN_PARAMS(TakeBackResidencyParams, 296);
 SLUICE_PLAIN_PARAMS(RouteParams, 88);
 SLUICE_PLAIN_PARAMS(ExpertLinearParams, 88);
 SLUICE_PLAIN_PARAMS(CombineParams, 48);
-SLUICE_PLAIN_PARAMS(PackRowsParams, 80);
+SLUICE_PLAIN_PARAMS(PackRowsParams, 96);
 SLUICE_PLAIN_PARAMS(UnpackRowsParams, 96);
 SLUICE_PLAIN_PARAMS(AddPartsParams, 40);
 SLUICE_PLAIN_PARAMS(SettleDraftsParams, 88);

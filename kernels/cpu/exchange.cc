@@ -35,7 +35,7 @@ void PackUnit(const PackRowsParams& p, const RowUnit& layout, int64_t row, int32
   }
   const int32_t first = rank * p.experts_each;
   for (int64_t j = 0; j < p.choices; ++j) {
-    const int32_t expert = p.chosen[row * p.choices + j];
+    const int32_t expert = PhysicalExpert(p, row * p.choices + j);
     const bool there = expert >= first && expert < first + p.experts_each;
     const int32_t own = there ? expert - first : -1;
     const float weight = there ? p.weights[row * p.choices + j] : 0;
@@ -76,8 +76,9 @@ void PackPlaces(const PackRowsParams& p, Worker worker) {
     int32_t* places = p.places + row * p.ranks;
     for (int64_t rank = 0; rank < p.ranks; ++rank) places[rank] = -1;
     for (int64_t j = 0; j < p.choices; ++j) {
-      const int32_t expert = p.chosen[row * p.choices + j];
+      const int32_t expert = PhysicalExpert(p, row * p.choices + j);
       if (expert < 0) continue;
+      if (p.load != nullptr) ++p.load[p.chosen[row * p.choices + j]];
       const int32_t rank = expert / p.experts_each;
       if (places[rank] < 0) places[rank] = rank * p.capacity + p.counts[rank]++;
     }

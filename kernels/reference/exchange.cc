@@ -9,9 +9,11 @@ namespace sluice::kernels::reference {
 namespace {
 
 bool GoesTo(const PackRowsParams& p, int64_t row, int32_t rank) {
-  const int32_t* chosen = p.chosen + row * p.choices;
-  return std::any_of(chosen, chosen + p.choices,
-                     [&](int32_t e) { return e >= 0 && e / p.experts_each == rank; });
+  for (int64_t choice = row * p.choices; choice < (row + 1) * p.choices; ++choice) {
+    const int32_t expert = PhysicalExpert(p, choice);
+    if (expert >= 0 && expert / p.experts_each == rank) return true;
+  }
+  return false;
 }
 
 void PackValues(const PackRowsParams& p, int64_t row, char* unit) {
@@ -36,6 +38,9 @@ void PackValues(const PackRowsParams& p, int64_t row, char* unit) {
 
 void PackPlaces(const PackRowsParams& p, Worker worker) {
   if (worker.index != 0) return;
+  for (int64_t choice = 0; p.load != nullptr && choice < int64_t{p.rows} * p.choices; ++choice) {
+    if (p.chosen[choice] >= 0) ++p.load[p.chosen[choice]];
+  }
   for (int32_t rank = 0; rank < p.ranks; ++rank) {
     int32_t count = 0;
     for (int64_t row = 0; row < p.rows; ++row) {
@@ -55,7 +60,7 @@ void PackRows(const PackRowsParams& p, Worker worker) {
       char* unit = static_cast<char*>(p.units) + place * layout.bytes;
       PackValues(p, row, unit);
       for (int64_t j = 0; j < p.choices; ++j) {
-        const int32_t expert = p.chosen[row * p.choices + j];
+        const int32_t expert = PhysicalExpert(p, row * p.choices + j);
         const bool there = expert >= 0 && expert / p.experts_each == rank;
         const int32_t own = there ? expert - rank * p.experts_each : -1;
         const float weight = there ? p.weights[row * p.choices + j] : 0;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "src/base/sha256.h"
 #include "src/base/status_macros.h"
 #include "src/model/tensor_list.h"
 
@@ -14,15 +15,34 @@ ExpertStage::ExpertStage(const ModelConfig& config, const Model::Options& option
     : config_(config),
       experts_(config.latent->experts),
       shard_(*ExpertShardOf(config, options.expert_parallel > 1 ? options.rank : 0,
-                            options.expert_parallel)),
+                            options.expert_parallel, options.expert_redundancy)),
+      load_(options.expert_load),
+      count_load_(options.count_expert_load),
       ops_(ops) {
   if (shard_.whole()) return;
   const RowExchange::Options exchange{
-      config.hidden_size, experts_.per_token, shard_.size, shard_.experts.count,
+      config.hidden_size, experts_.per_token, shard_.size, shard_.each,
       options.fp8_dispatch ? DType::kFloat8E4M3 : ops.activation_type()};
   for (size_t half = 0; half < (options.halves ? 2 : 1); ++half) {
     exchanges_[half] = std::make_unique<RowExchange>(exchange, options.ranks, ops);
   }
+}
+
+ExpertPlacement ExpertStage::PlacementOf(int layer) const {
+  const auto i = static_cast<size_t>(layer);
+  if (i >= load_.size() || load_[i].empty()) {
+    return PlaceExperts(experts_.routed, shard_.size, shard_.redundancy);
+  }
+  return PlaceExperts(load_[i], shard_.size, shard_.redundancy);
+}
+
+std::string ExpertStage::Digest() const {
+  Sha256 sha;
+  for (int layer = config_.latent->dense_layers; layer < config_.layers; ++layer) {
+    const ExpertPlacement placement = PlacementOf(layer);
+    sha.Update(placement.experts.data(), placement.experts.size() * sizeof(int32_t));
+  }
+  return sha.Hex();
 }
 
 absl::StatusOr<ExpertWeights> ExpertStage::Load(WeightLoader& loader, int layer) const {
@@ -34,14 +54,24 @@ absl::StatusOr<ExpertWeights> ExpertStage::Load(WeightLoader& loader, int layer)
   SLUICE_ASSIGN_OR_RETURN(
       w.bias, loader.Vectors({{mlp + ".gate.e_score_correction_bias", experts_.routed}}));
   std::vector<WeightLoader::Tensor> gate_up, down;
-  for (int i = 0; i < shard_.experts.count; ++i) {
-    const std::string expert = absl::StrCat(mlp, ".experts.", shard_.experts.first + i);
+  const ExpertPlacement placement = PlacementOf(layer);
+  for (const int32_t own : placement.OfRank(shard_.rank)) {
+    const std::string expert = absl::StrCat(mlp, ".experts.", own);
     gate_up.push_back({expert + ".gate_proj.weight", inner});
     gate_up.push_back({expert + ".up_proj.weight", inner});
     down.push_back({expert + ".down_proj.weight", hidden});
   }
   SLUICE_ASSIGN_OR_RETURN(w.gate_up, loader.Matrix(gate_up, hidden));
   SLUICE_ASSIGN_OR_RETURN(w.down, loader.Matrix(down, inner));
+  if (shard_.redundancy > 0 || !load_.empty()) {
+    SLUICE_ASSIGN_OR_RETURN(
+        w.physical, loader.Numbers(PhysicalExpertsFrom(placement, experts_.routed, shard_.rank),
+                                   "where experts are"));
+  }
+  if (divided() && count_load_) {
+    SLUICE_ASSIGN_OR_RETURN(
+        w.load, loader.Numbers(std::vector<int32_t>(size_t(experts_.routed) * 2), "experts' load"));
+  }
   return w;
 }
 
@@ -104,14 +134,16 @@ void ExpertStage::Run(Stream& stream, const ExpertWeights& weights, const StepIn
   Compute(stream, weights, rows);
 }
 
-void ExpertStage::Pack(Stream& stream, int half, const StepInputs& in, RowRange rows,
-                       const void* normed, float* residual) {
+void ExpertStage::Pack(Stream& stream, const ExpertWeights& weights, int half, const StepInputs& in,
+                       RowRange rows, const void* normed, float* residual) {
   const int64_t first = rows.begin, k = experts_.per_token;
   const int32_t most = in.most_rows > 0 ? in.most_rows : in.rows;
   RowExchange::Rows packed;
   packed.x = RowsOf(normed, first);
   packed.chosen = chosen_.as<int32_t>() + first * k;
   packed.weights = weights_.as<float>() + first * k;
+  packed.physical = weights.physical.as<int32_t>();
+  packed.load = weights.load.as<int64_t>();
   packed.out = residual + first * config_.hidden_size;
   packed.rows = rows.count;
   packed.most_rows = in.halves ? (most + 1) / 2 : most;
@@ -133,7 +165,7 @@ void ExpertStage::Compute(Stream& stream, const ExpertWeights& weights,
   product.pairs = rows.pairs;
   product.begins = rows.begins;
   product.max_pairs = pairs;
-  product.experts = shard_.experts.count;
+  product.experts = shard_.each;
   product.n = 2 * experts_.intermediate;
   product.x_type = ops_.activation_type();
   ops_.kernels().ExpertLinear(stream, product);

@@ -5,8 +5,9 @@
 // packs each row once for every rank that has some of its experts, an all-to-all moves what there
 // is, each rank's experts work on what arrived, and another all-to-all brings back, for each row
 // that was sent, the weighted sum of the rank's experts. These sums are added in the order of the
-// ranks, which is that of the experts. So a row's bits depend on the number of ranks, but not on
-// its own rank nor on the rows beside it.
+// ranks. Where an expert is on several ranks, a table says to which of them the rows of this rank
+// go. So a row's bits depend on the number of ranks and on where the experts are; with copies of
+// experts on its own rank too; and never on the rows beside it.
 #pragma once
 
 #include <array>
@@ -14,6 +15,7 @@
 #include <string>
 
 #include "src/device/rank_group.h"
+#include "src/model/expert_placement.h"
 #include "src/model/layer_operators.h"
 #include "src/model/model.h"
 #include "src/model/row_exchange.h"
@@ -22,13 +24,17 @@
 
 namespace sluice {
 
-// Weights of one layer. `own` is the number of the rank's experts: all, without ranks.
+// Weights of one layer. `own` is the number of the rank's experts, copies included: all, without
+// ranks.
 struct ExpertWeights {
   Weight router;      // [routed][hidden]
   DeviceVector bias;  // [routed], used only for the choice
   // The experts one below the other: in gate_up the gate and then the up matrix of each.
   Weight gate_up;  // [own * 2 * intermediate][hidden]
   Weight down;     // [own * hidden][intermediate]
+  // int32 [routed]: PackRowsParams::physical; empty where experts are in their order.
+  Buffer physical;
+  Buffer load;  // int64 [routed]: how often rows of this rank chose each; empty: it is not counted
 };
 
 class ExpertStage {
@@ -38,6 +44,8 @@ class ExpertStage {
   ExpertStage(const ModelConfig& config, const Model::Options& options, const LayerOperators& ops);
 
   absl::StatusOr<ExpertWeights> Load(WeightLoader& loader, int layer) const;
+  // Returns a hash of where the experts of all layers are.
+  std::string Digest() const;
   absl::Status Allocate(Workspace& workspace, int max_rows);
 
   // Chooses experts for some rows of a step. `normed`: activations [rows of the step][hidden].
@@ -52,13 +60,14 @@ class ExpertStage {
 
   // Enqueues the packing of chosen rows, which is a whole step, `half` 0, or a half of one.
   // `residual` and `normed` have all rows of the step. REQUIRES: divided(), here and below.
-  void Pack(Stream& stream, int half, const StepInputs& in, RowRange rows, const void* normed,
-            float* residual);
+  void Pack(Stream& stream, const ExpertWeights& weights, int half, const StepInputs& in,
+            RowRange rows, const void* normed, float* residual);
   RowExchange& exchange(int half) { return *exchanges_[static_cast<size_t>(half)]; }
   // Enqueues the work of the rank's experts, between Dispatch and Return of the exchange.
   void Work(Stream& stream, const ExpertWeights& weights, int half);
 
  private:
+  ExpertPlacement PlacementOf(int layer) const;
   // Returns the activations of the rows from `first` on.
   const void* RowsOf(const void* normed, int64_t first) const {
     return static_cast<const uint8_t*>(normed) +
@@ -70,6 +79,8 @@ class ExpertStage {
   const ModelConfig& config_;
   const ExpertConfig& experts_;
   const ExpertShard shard_;
+  const ExpertLoad load_;
+  const bool count_load_;
   const LayerOperators& ops_;
   Buffer logits_;   // float32 [rows][routed]
   Buffer chosen_;   // int32 [rows][k]

@@ -72,6 +72,24 @@ class LatentModel : public DecoderModel {
     LogitsOf(stream, w.head_norm, w.head, in.logit_rows, in.logit_count, in.logits);
   }
 
+  std::string expert_digest() const override { return experts_.divided() ? experts_.Digest() : ""; }
+
+  absl::StatusOr<ExpertLoad> CountedExpertLoad() const override {
+    ExpertLoad load(layers_.size());
+    const std::unique_ptr<Stream> stream = device_->NewStream(Device::StreamKind::kCopy);
+    const std::unique_ptr<Event> done = device_->NewEvent();
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      const Buffer& counts = layers_[i].experts.load;
+      load[i].resize(counts.bytes() / sizeof(int64_t));
+      if (load[i].empty()) continue;
+      stream->Copy(load[i].data(), counts.data(), counts.bytes());
+    }
+    stream->Record(*done);
+    done->Wait();
+    SLUICE_RETURN_IF_ERROR(device_->Health());
+    return load;
+  }
+
  private:
   // The next-token layer, with the weights that it alone has.
   struct DraftLayer {
@@ -101,7 +119,7 @@ class LatentModel : public DecoderModel {
       choice.After(stream);
       experts_.Choose(choice, w.experts, in, all, normed_.data());
       if (experts_.divided()) {
-        experts_.Pack(choice, 0, in, all, normed_.data(), residual_.as<float>());
+        experts_.Pack(choice, w.experts, 0, in, all, normed_.data(), residual_.as<float>());
         experts_.exchange(0).Dispatch(choice);
       }
     }
@@ -140,7 +158,7 @@ class LatentModel : public DecoderModel {
         if (rows.count > 0) Attend(stream, w, i, in, rows, attention);
         if (!IsDense(i)) {
           if (rows.count > 0) experts_.Choose(stream, w.experts, in, rows, normed_.data());
-          experts_.Pack(stream, half, in, rows, normed_.data(), residual_.as<float>());
+          experts_.Pack(stream, w.experts, half, in, rows, normed_.data(), residual_.as<float>());
           exchange([&] { experts_.exchange(half).Dispatch(link); });
         }
         const int inner = FfnSize(IsDense(i));

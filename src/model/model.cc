@@ -67,9 +67,11 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Devic
                      config.max_position_embeddings, ", found ", options.max_context));
   }
   SLUICE_RETURN_IF_ERROR(CacheLayoutOf(config, options.kv_dtype, options.block_tokens).status());
-  if (options.expert_parallel > 1) {
+  if (options.expert_parallel > 1 || options.expert_redundancy > 0) {
     SLUICE_CHECK(options.tensor_parallel == 1, "a model is divided in one way");
-    SLUICE_RETURN_IF_ERROR(ExpertShardOf(config, options.rank, options.expert_parallel).status());
+    SLUICE_RETURN_IF_ERROR(
+        ExpertShardOf(config, options.rank, options.expert_parallel, options.expert_redundancy)
+            .status());
   } else {
     SLUICE_RETURN_IF_ERROR(ShardOf(config, options.rank, options.tensor_parallel).status());
   }

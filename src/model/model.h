@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
+#include "src/model/expert_placement.h"
 #include "src/model/model_config.h"
 #include "src/model/shard.h"
 
@@ -105,6 +106,12 @@ class Model {
     // Whether rows travel to other ranks' experts as e4m3 (kernels/exchange_params.h).
     bool fp8_dispatch = false;
     bool halves = false;  // StepInputs::halves may be set
+    // How many copies of other ranks' experts a rank has in each layer, and how busy experts are,
+    // by which they are placed (expert_placement.h); empty: nothing is known. The same on every
+    // rank.
+    int expert_redundancy = 0;
+    ExpertLoad expert_load;
+    bool count_expert_load = false;  // so that CountedExpertLoad has something to say
   };
   // Loads a model. Errors name the file, tensor or key, what was expected and what was found.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const Options& options, Device* device);
@@ -119,6 +126,11 @@ class Model {
   // Returns the part of the whole model's heads that this rank has.
   virtual Shard shard() const { return {}; }
   virtual const std::string& fingerprint() const = 0;
+  // Returns a hash of which rank has which experts; empty: ranks do not divide them.
+  virtual std::string expert_digest() const { return ""; }
+  // Returns how often this rank's rows chose each expert since it started; empty: nothing was
+  // counted. REQUIRES: no step is under way.
+  virtual absl::StatusOr<ExpertLoad> CountedExpertLoad() const { return ExpertLoad{}; }
   virtual const CacheLayout& cache_layout() const = 0;
   virtual int max_context() const = 0;
   virtual int max_rows() const = 0;

@@ -47,6 +47,8 @@ void RowExchange::Pack(Stream& stream, const Rows& rows) {
   pack.x = rows.x;
   pack.chosen = rows.chosen;
   pack.weights = rows.weights;
+  pack.physical = rows.physical;
+  pack.load = rows.load;
   pack.units = sent_.data();
   pack.counts = sent_counts_.as<int32_t>();
   pack.places = places_.as<int32_t>();

@@ -35,9 +35,12 @@ class RowExchange {
     const void* x = nullptr;          // activations [rows][dim]
     const int32_t* chosen = nullptr;  // [rows][choices]
     const float* weights = nullptr;   // [rows][choices]
-    float* out = nullptr;             // float32 [rows][dim], to which the sums are added
-    int32_t rows = 0;                 // may be 0
-    int32_t most_rows = 0;            // of any rank, the same on each
+    // Where this rank's rows find experts, or null (PackRowsParams).
+    const int32_t* physical = nullptr;
+    int64_t* load = nullptr;  // [experts], in which choices are counted; or null
+    float* out = nullptr;     // float32 [rows][dim], to which the sums are added
+    int32_t rows = 0;         // may be 0
+    int32_t most_rows = 0;    // of any rank, the same on each
   };
   // Enqueues the packing of rows.
   void Pack(Stream& stream, const Rows& rows);

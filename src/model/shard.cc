@@ -84,7 +84,8 @@ ModelConfig PartOf(const ModelConfig& config, const Shard& shard) {
   return part;
 }
 
-absl::StatusOr<ExpertShard> ExpertShardOf(const ModelConfig& config, int rank, int size) {
+absl::StatusOr<ExpertShard> ExpertShardOf(const ModelConfig& config, int rank, int size,
+                                          int redundancy) {
   if (size < 1 || rank < 0 || rank >= size) {
     return absl::InvalidArgumentError(
         absl::StrCat("expert_parallel: rank ", rank, " of ", size, " ranks"));
@@ -104,7 +105,15 @@ absl::StatusOr<ExpertShard> ExpertShardOf(const ModelConfig& config, int rank, i
                                                    routed, " experts, which ", size,
                                                    " ranks cannot divide evenly"));
   }
-  shard.experts = Share(routed, rank, size);
+  const int share = routed / size;
+  if (redundancy < 0 || redundancy > routed - share) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "expert_redundancy: ", config.name, " has ", routed, " experts, of which each of ", size,
+        " ranks has ", share, ", so it can have copies of up to ", routed - share,
+        " more, but expert_redundancy is ", redundancy));
+  }
+  shard.redundancy = redundancy;
+  shard.each = share + redundancy;
   return shard;
 }
 

@@ -42,18 +42,22 @@ absl::StatusOr<Shard> ShardOf(const ModelConfig& config, int rank, int size);
 ModelConfig PartOf(const ModelConfig& config, const Shard& shard);
 
 // The routed experts that one rank of an expert-parallel group has (GShard, arXiv 2006.16668,
-// section 3). It has all the other weights too, and attends for sequences of its own.
+// section 3). It has all the other weights too, and attends for sequences of its own. Which experts
+// of a layer these are, expert_placement.h says.
 struct ExpertShard {
   int rank = 0;
   int size = 1;
-  ShardPart experts;  // as many on each rank
+  int redundancy = 0;  // copies of other ranks' experts that a rank has
+  int each = 0;        // experts of a layer that a rank has, these copies included
 
   bool whole() const { return size == 1; }
 };
 
 // Returns the part of rank `rank` of `size`. INVALID_ARGUMENT, which names expert_parallel, if the
-// model has no experts or cannot divide them so.
-absl::StatusOr<ExpertShard> ExpertShardOf(const ModelConfig& config, int rank, int size);
+// model has no experts or cannot divide them so, and which names expert_redundancy, if that is more
+// than the experts of other ranks.
+absl::StatusOr<ExpertShard> ExpertShardOf(const ModelConfig& config, int rank, int size,
+                                          int redundancy = 0);
 
 // A step of `rows` rows and `logits` logit rows moves this between ranks, by the operations of
 // src/device/rank_group.h, in bytes of this rank's operands.

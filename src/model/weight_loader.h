@@ -132,20 +132,29 @@ class WeightLoader {
   }
 
   absl::StatusOr<DeviceVector> Upload(const std::vector<float>& values, const std::string& what) {
-    const size_t bytes = values.size() * sizeof(float);
     DeviceVector vector;
-    SLUICE_ASSIGN_OR_RETURN(vector.storage, device_->Allocate(MemoryKind::kDevice, bytes, what));
-    stream_->Copy(vector.storage.data(), values.data(), bytes);
-    stream_->Record(*done_);
-    done_->Wait();
-    SLUICE_RETURN_IF_ERROR(device_->Health());
-    bytes_ += static_cast<int64_t>(bytes);
+    SLUICE_ASSIGN_OR_RETURN(vector.storage,
+                            UploadBytes(values.data(), values.size() * sizeof(float), what));
     return vector;
+  }
+
+  absl::StatusOr<Buffer> Numbers(const std::vector<int32_t>& values, const std::string& what) {
+    return UploadBytes(values.data(), values.size() * sizeof(int32_t), what);
   }
 
   int64_t bytes() const { return bytes_; }
 
  private:
+  absl::StatusOr<Buffer> UploadBytes(const void* values, size_t bytes, const std::string& what) {
+    SLUICE_ASSIGN_OR_RETURN(Buffer buffer, device_->Allocate(MemoryKind::kDevice, bytes, what));
+    stream_->Copy(buffer.data(), values, bytes);
+    stream_->Record(*done_);
+    done_->Wait();
+    SLUICE_RETURN_IF_ERROR(device_->Health());
+    bytes_ += static_cast<int64_t>(bytes);
+    return buffer;
+  }
+
   Device* const device_;
   WeightSource* const source_;
   std::vector<MatrixView>* const kept_;

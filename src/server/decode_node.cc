@@ -73,7 +73,7 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   SLUICE_RETURN_IF_ERROR(ChooseSizes());
   if (ranks_.channel != nullptr) {
     SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks_.channel, &config_));
-    SLUICE_RETURN_IF_ERROR(CompareModels(*ranks_.channel, model_->fingerprint()));
+    SLUICE_RETURN_IF_ERROR(CompareModels(*ranks_.channel, *model_));
     if (ranks_.link == nullptr) {
       SLUICE_ASSIGN_OR_RETURN(ranks_.arenas, MakeArenas(*ranks_.channel, config_));
     }
@@ -439,6 +439,7 @@ absl::Status DecodeNode::ServeUntil(Signals& signals) {
     // If the reason is a GPU that hangs, its memory cannot be given back.
     ExitWithin(kFlushTime + kEndTime);
   }
+  if (idle->HasBeenNotified()) LeaveExpertLoad(config_, *model_);
   grpc_->Shutdown(signals.Count() > 1 ? absl::Milliseconds(100) : kFlushTime);
   Log(LogLevel::kInfo, "stopped",
       {{"everything_finished", finished},

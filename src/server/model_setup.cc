@@ -155,14 +155,24 @@ absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows
   options.expert_parallel = std::max(1, static_cast<int>(config.expert_parallel()));
   options.halves = options.expert_parallel > 1 && config.expert_overlap() > 0;
   options.fp8_dispatch = config.expert_dispatch() == "fp8";
+  options.expert_redundancy = static_cast<int>(config.expert_redundancy());
+  options.count_expert_load = !config.expert_load_out().empty();
+  SLUICE_ASSIGN_OR_RETURN(options.expert_load, ReadExpertLoad(config.expert_load(), shape));
   options.rank = static_cast<int>(config.rank());
   return options;
+}
+
+std::string ExpertLoadPath(const Config& config) {
+  return absl::StrCat(config.expert_load_out(), ".", config.rank());
 }
 
 absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
                                                  Device* device, RankGroup* ranks) {
   SLUICE_ASSIGN_OR_RETURN(Model::Options options, ModelOptionsOf(config, max_rows, max_logits));
   options.ranks = ranks;
+  if (options.count_expert_load) {
+    SLUICE_RETURN_IF_ERROR(CheckExpertLoadPath(ExpertLoadPath(config)));
+  }
   return Model::Load(options, device);
 }
 

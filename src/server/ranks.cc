@@ -99,6 +99,15 @@ absl::Status CheckRanks(Config* config) {
         absl::StrCat("rank: must be below tensor_parallel or expert_parallel, which is ", ranks,
                      ", but is ", config->rank()));
   }
+  for (const auto& [name, set] : {std::pair{"expert_redundancy", config->expert_redundancy() > 0},
+                                  {"expert_load", !config->expert_load().empty()},
+                                  {"expert_load_out", !config->expert_load_out().empty()}}) {
+    if (!set || DividesExperts(*config)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        name,
+        ": it is for ranks that divide the experts of a model: set expert_parallel to their "
+        "number, or leave it out"));
+  }
   if (ranks == 1) return absl::OkStatus();
   if (DividesExperts(*config) && config->tensor_parallel() > 1) {
     return Refused(*config, "divide the experts alone: set tensor_parallel to 1");
@@ -212,14 +221,22 @@ absl::Status ShareSettings(RankChannel& channel, Config* config) {
   return absl::OkStatus();
 }
 
-absl::Status CompareModels(RankChannel& channel, const std::string& fingerprint) {
+absl::Status CompareModels(RankChannel& channel, const Model& model) {
+  const std::string& fingerprint = model.fingerprint();
+  const std::string own = absl::StrCat(fingerprint, " ", model.expert_digest());
   if (channel.rank() == 0) {
-    return channel.Send({reinterpret_cast<const uint8_t*>(fingerprint.data()), fingerprint.size()});
+    return channel.Send({reinterpret_cast<const uint8_t*>(own.data()), own.size()});
   }
   SLUICE_ASSIGN_OR_RETURN(const absl::Span<const uint8_t> bytes, channel.Receive());
   const std::string leads(bytes.begin(), bytes.end());
-  if (leads == fingerprint) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("model: rank 0 has the fingerprint ", leads,
+  if (leads == own) return absl::OkStatus();
+  const std::string leads_model = leads.substr(0, leads.find(' '));
+  if (leads_model == fingerprint) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("expert_load: rank ", channel.rank(),
+                     " has other experts than rank 0 expects: give every rank the same files"));
+  }
+  return absl::InvalidArgumentError(absl::StrCat("model: rank 0 has the fingerprint ", leads_model,
                                                  ", and rank ", channel.rank(), " ", fingerprint,
                                                  ": give every rank the same checkpoint"));
 }
@@ -275,6 +292,15 @@ absl::StatusOr<std::unique_ptr<SharedArenas>> MakeArenas(RankChannel& channel,
 
 absl::Status AwaitRanks(RankChannel& channel) { return channel.Meet(kLoadTime); }
 
+void LeaveExpertLoad(const Config& config, const Model& model) {
+  if (config.expert_load_out().empty()) return;
+  const std::string path = ExpertLoadPath(config);
+  const absl::StatusOr<ExpertLoad> load = model.CountedExpertLoad();
+  const absl::Status status = load.ok() ? WriteExpertLoad(*load, path) : load.status();
+  Log(status.ok() ? LogLevel::kInfo : LogLevel::kError, "expert load",
+      {{"path", path}, {"status", std::string(status.message())}});
+}
+
 absl::Status RunFollower(Config config, Signals& signals) {
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, NewDevice(config));
   const TlsFiles tls = TlsFilesOf(config);
@@ -286,7 +312,7 @@ absl::Status RunFollower(Config config, Signals& signals) {
       LoadModel(config, step.rows, step.logits, device.get(), ranks.group.get()));
   // The sizes of the KV caches are rank 0's.
   SLUICE_RETURN_IF_ERROR(ShareSettings(*ranks.channel, &config));
-  SLUICE_RETURN_IF_ERROR(CompareModels(*ranks.channel, model->fingerprint()));
+  SLUICE_RETURN_IF_ERROR(CompareModels(*ranks.channel, *model));
   if (ranks.link == nullptr) {
     SLUICE_ASSIGN_OR_RETURN(ranks.arenas, MakeArenas(*ranks.channel, config));
   }
@@ -324,6 +350,7 @@ absl::Status RunFollower(Config config, Signals& signals) {
        {"weight_bytes", model->weight_bytes()}});
   signals.Serving();
   absl::Status status = follower->Run();
+  if (status.ok()) LeaveExpertLoad(config, *model);
   Log(status.ok() ? LogLevel::kInfo : LogLevel::kError, "stopped",
       {{"rank", config.rank()}, {"status", std::string(status.message())}});
   return status;

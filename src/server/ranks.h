@@ -15,6 +15,7 @@
 #include "src/device/rank_group.h"
 #include "src/device/shared_arenas.h"
 #include "src/engine/rank_rows.h"
+#include "src/model/model.h"
 #include "src/server/cache_sizes.h"
 #include "src/server/signals.h"
 #include "src/service/access/tls_files.h"
@@ -73,8 +74,12 @@ struct RankPort {
 absl::StatusOr<NodeRanks> JoinNodeRanks(Config* config, Device* device, const RankPort& port);
 // Has rank 0 tell the others its settings, or takes them over.
 absl::Status ShareSettings(RankChannel& channel, Config* config);
-// Has every rank compare its model with rank 0's. INVALID_ARGUMENT: it has another one.
-absl::Status CompareModels(RankChannel& channel, const std::string& fingerprint);
+// Writes the rank's file of expert_load_out, if that is set. A failure is logged. REQUIRES: no step
+// is under way.
+void LeaveExpertLoad(const Config& config, const Model& model);
+// Has every rank compare its model, and where that has experts, with rank 0's. INVALID_ARGUMENT: it
+// has another one.
+absl::Status CompareModels(RankChannel& channel, const Model& model);
 // Makes the DRAM of all ranks, which have to call it at the same time. REQUIRES: dram_bytes is a
 // number, the same on every rank.
 absl::StatusOr<std::unique_ptr<SharedArenas>> MakeArenas(RankChannel& channel,

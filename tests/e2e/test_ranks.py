@@ -1,5 +1,6 @@
 """A model that several processes divide among them (tensor_parallel, expert_parallel): answers, ends, refusals."""
 
+import json
 import os
 import signal
 import subprocess
@@ -57,13 +58,16 @@ def answers(node):
     ("tiny-llama", 2, ("--policy", "fluxion", "--budget-tokens", "96")),
     ("tiny-deepseek-v32", 2, ()), ("tiny-deepseek-v32-fp8", 4, ()),
     ("tiny-deepseek-v32", 2, ("--expert-overlap", "1")),
+    ("tiny-deepseek-v32", 2, ("--expert-redundancy", "1", "--expert-overlap", "1")),
+    ("tiny-deepseek-v32-fp8", 4, ("--expert-redundancy", "2")),
     ("tiny-deepseek-v32", 4, ("--policy", "ess", "--ess-sparse-memory-ratio", "0.3")),
 ])
 def test_ranks_answer_as_one_node(name, size, flags, ranks, start, tiny_models):
     flags = ("--prefix-cache=false", *flags)  # a sparse policy computes other rows behind a prefix
     if DEVICE == "cuda" and size > 2:
         pytest.skip("two ranks share the GPU")
-    one = answers(start("sluice-server", tiny_models(name), *EXACT, *flags))
+    copies = flags.index("--expert-redundancy") if "--expert-redundancy" in flags else len(flags)
+    one = answers(start("sluice-server", tiny_models(name), *EXACT, *flags[:copies], *flags[copies + 2:]))
     node = ranks(name, size, *COMPUTES, *flags)
     several = answers(node.leader)
     if DEVICE == "cuda":  # bf16 rounds otherwise where a sum has another order: texts part at near ties
@@ -75,6 +79,47 @@ def test_ranks_answer_as_one_node(name, size, flags, ranks, start, tiny_models):
     node.leader.settled()
     node.leader.process.terminate()
     assert node.statuses() == [0] * size
+
+
+def test_ranks_count_choices_and_experts_are_placed_by_them(ranks, tmp_path):
+    flags = (*COMPUTES, "--prefix-cache=false")
+    node = ranks("tiny-deepseek-v32", 2, *flags, "--expert-load-out", str(tmp_path / "load"))
+    expected = answers(node.leader)
+    node.leader.settled()
+    node.leader.process.terminate()
+    assert node.statuses() == [0, 0]
+    files = [tmp_path / f"load.{rank}" for rank in (0, 1)]
+    counted = [json.loads(file.read_text())["choices"] for file in files]
+    # Two layers have experts, and each row chooses two. Both ranks had sequences.
+    rows = 2 * sum(len(prompt) + 39 for prompt in PROMPTS)
+    sums = [{layer: sum(numbers) for layer, numbers in choices.items()} for choices in counted]
+    assert all(set(of) == {"1", "2"} and of["1"] == of["2"] > 0 for of in sums), sums
+    assert 2 * rows <= sums[0]["1"] + sums[1]["1"] <= 2 * rows + 100, (sums, rows)
+    copies = ranks("tiny-deepseek-v32", 2, *flags, "--expert-redundancy", "2", "--expert-load",
+                   ",".join(map(str, files)))
+    got = answers(copies.leader)
+    if DEVICE == "cuda":
+        assert sum(a == b for a, b in zip(got, expected)) >= len(expected) / 2
+    else:
+        assert got == expected
+
+
+def test_a_load_that_cannot_be_written_ends_the_start(ranks):
+    with pytest.raises(AssertionError) as started:
+        ranks("tiny-deepseek-v32", 2, *COMPUTES, "--expert-load-out", "/nowhere/load")
+    assert "expert_load_out: cannot write /nowhere/load.0: No such file or directory" in str(started.value)
+
+
+def test_a_rank_with_another_load_of_experts_is_refused(ranks, tmp_path, monkeypatch):
+    for name, first in (("a", 0), ("b", 100)):
+        (tmp_path / name).mkdir()
+        layer = [first, 1, 2, 3, 4, 5, 6, 7]
+        (tmp_path / name / "load").write_text(json.dumps({"choices": {"1": layer, "2": layer}}))
+    monkeypatch.chdir(tmp_path / "a")
+    with pytest.raises(AssertionError) as started:
+        ranks("tiny-deepseek-v32", 2, *COMPUTES, "--expert-load", "load", places={1: tmp_path / "b"})
+    assert "rank 1 " in str(started.value)
+    assert "expert_load: rank 1 has other experts than rank 0 expects" in (tmp_path / "0" / "rank1.log").read_text()
 
 
 def test_the_node_describes_the_whole_model(ranks, start, tiny_models):
@@ -160,6 +205,10 @@ def test_a_signal_to_another_rank_waits_for_the_leader(ranks):
     (["--expert-parallel", "2", "--leader", "a:1", *COMPUTES], "no experts that ranks could divide"),
     (["--expert-parallel", "2", "--tensor-parallel", "2", "--leader", "a:1"], "tensor_parallel to 1"),
     (["--expert-parallel", "2", "--leader", "a:1", "--policy", "scout"], "policies full, ess, and policy is scout"),
+    (["--expert-redundancy", "2"], "expert_redundancy: it is for ranks that divide the experts"),
+    (["--expert-load", "x", "--tensor-parallel", "2", "--leader", "a:1"], "set expert_parallel to their number"),
+    (["--expert-load-out", "x"], "expert_load_out: it is for ranks that divide the experts"),
+    (["--expert-parallel", "2", "--leader", "a:1", "--expert-load", "x", *COMPUTES], "has no experts: leave it out"),
 ])
 def test_settings_that_ranks_cannot_have_are_refused(flags, said, tiny_models):
     done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--device", "cpu", "--print-plan", *flags)
@@ -189,6 +238,40 @@ def test_the_plan_shows_ranks_of_experts(tiny_models):
     assert [line.split()[0] for line in table] == ["1", "2", "4", "8"]
     refused = run(*plan, "3")
     assert refused.returncode == 1 and "8 experts, which 3 ranks cannot divide evenly" in refused.stderr
+
+
+def weights_of(plan):
+    """Returns the words of rank 0's line, and the bytes of weights that they end with, in MiB."""
+    line = next(line for line in plan.splitlines() if " 0 of 4: " in line)
+    return line, float(line.split(": ")[-1].removesuffix(" MiB of weights"))
+
+
+def test_the_plan_counts_copies_of_experts(tiny_models, tmp_path):
+    plan = [BIN / "sluice-server", "--model", tiny_models("tiny-deepseek-v32"), "--device", "cpu", "--kernels",
+            FLOAT32_KERNELS, "--kv-dtype", "float32", *EXACT[-10:], "--print-plan", "--leader", "a:1",
+            "--expert-parallel", "4"]
+    none, copies = run(*plan), run(*plan, "--expert-redundancy", "3")
+    assert copies.returncode == 0, copies.stderr
+    assert "1 of 4: experts 2 to 3 of 8, copies of 3 others from 4 on, all other weights" in copies.stdout
+    assert "3 of 4: experts 6 to 7 of 8, copies of 3 others from 0 on, all other weights" in copies.stdout
+    # Three experts of two layers, each of three matrices of 64 x 192 in bf16.
+    more = weights_of(copies.stdout)[1] - weights_of(none.stdout)[1]
+    config = json.loads((tiny_models("tiny-deepseek-v32") / "config.json").read_text())
+    matrix = config["hidden_size"] * config["moe_intermediate_size"] * 2
+    assert abs(more - 3 * 2 * 3 * matrix / 2**20) < 0.1, more
+    table = copies.stdout.split("GPUs that the checkpoint takes")[1].splitlines()[2:]
+    assert [line.split()[0] for line in table] == ["1", "2", "4", "8"]
+    # In order, rank 0 has 800 of 1400 choices of one layer, which is 2.29 times the mean, and of the other as many as all.
+    load = tmp_path / "load"
+    load.write_text(json.dumps({"choices": {"1": [700, 100, 100, 100, 100, 100, 100, 100], "2": [10] * 8}}))
+    placed = run(*plan, "--expert-redundancy", "2", "--expert-load", load)
+    assert placed.returncode == 0, placed.stderr
+    assert "3 of 4: 4 of 8 experts, all other weights" in placed.stdout
+    assert "the busiest rank of a layer has 1." in placed.stdout and "and 1.64 times with" in placed.stdout
+    for flags, said in ((["--expert-redundancy", "7"], "copies of up to 6 more, but expert_redundancy is 7"),
+                        (["--expert-load", "/nowhere"], "expert_load: /nowhere")):
+        refused = run(*plan, *flags)
+        assert refused.returncode == 1 and said in refused.stderr, refused
 
 
 # A name that only ranks of one host can share, and one at which rank 0 listens: for each a loopback address of its own.

@@ -28,24 +28,33 @@ struct Packed {
   Packed(const ExchangeCase& c, DType type)
       : units(int64_t{c.ranks} * c.capacity * RowUnitOf(c.dim, c.choices, type).bytes),
         counts(c.ranks),
-        places(int64_t{c.rows} * c.ranks) {
+        places(int64_t{c.rows} * c.ranks),
+        load(int64_t{c.ranks} * c.experts_each) {
     std::fill_n(units.data(), units.size(), uint8_t{0xA5});
+    std::iota(load.begin(), load.end(), 100);
   }
   Guarded<uint8_t> units;
   Guarded<int32_t> counts, places;
+  Guarded<int64_t> load;
 };
 
-// Rows whose choices are all on one rank, on several, or none. Some columns are all zeros.
+// Rows whose choices are all on one rank, on several, or none. Some columns are all zeros. With
+// `copies` there are fewer experts than physical ones, and those of this rank are a random choice.
 class Rows {
  public:
-  Rows(const ExchangeCase& c, DType x_type, Random& random)
+  Rows(const ExchangeCase& c, DType x_type, Random& random, bool copies = false)
       : shape(c),
         type(x_type),
         x(RandomElements(int64_t{c.rows} * c.dim, type, random)),
         chosen(int64_t{c.rows} * c.choices),
-        weights(NormalBuffer<float>(int64_t{c.rows} * c.choices, random)) {
-    const int32_t experts = c.ranks * c.experts_each;
-    std::vector<int32_t> order(static_cast<size_t>(experts));
+        weights(NormalBuffer<float>(int64_t{c.rows} * c.choices, random)),
+        physical(copies ? std::max(c.ranks * (c.experts_each - 1), c.choices) : 0) {
+    std::vector<int32_t> order(static_cast<size_t>(c.ranks * c.experts_each));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    std::copy_n(order.begin(), physical.size(), physical.data());
+    const auto experts = static_cast<int32_t>(copies ? physical.size() : std::ssize(order));
+    order.resize(static_cast<size_t>(experts));
     for (int32_t r = 0; r < c.rows; ++r) {
       std::iota(order.begin(), order.end(), 0);
       std::shuffle(order.begin(), order.end(), random);
@@ -67,8 +76,10 @@ class Rows {
     const PackRowsParams p = {.x = x.data(),
                               .chosen = chosen.data(),
                               .weights = weights.data(),
+                              .physical = physical.size() > 0 ? physical.data() : nullptr,
                               .units = out.units.data(),
                               .counts = out.counts.data(),
+                              .load = physical.size() > 0 ? out.load.data() : nullptr,
                               .places = out.places.data(),
                               .rows = shape.rows,
                               .dim = shape.dim,
@@ -80,7 +91,7 @@ class Rows {
                               .type = unit_type};
     RunWorkers(table.pack_places, p, workers);
     RunWorkers(table.pack_rows, p, workers);
-    CHECK(out.units.Damage() + out.counts.Damage() + out.places.Damage() == "");
+    CHECK(out.units.Damage() + out.counts.Damage() + out.places.Damage() + out.load.Damage() == "");
     return out;
   }
 
@@ -89,6 +100,7 @@ class Rows {
   Guarded<uint8_t> x;
   Guarded<int32_t> chosen;
   Guarded<float> weights;
+  Guarded<int32_t> physical;
 };
 
 bool SameBytes(const Guarded<uint8_t>& a, const Guarded<uint8_t>& b) {
@@ -110,20 +122,56 @@ std::string UnitsWrong(const ExchangeCase& c, DType type, const Packed& got, con
   return "";
 }
 
-void TestPackRows(const KernelTable& table, Random& random) {
+void CheckPack(const KernelTable& table, Random& random, bool copies) {
   for (const ExchangeCase& c : kCases) {
     INFO(NameOf(c));
-    Rows rows(c, table.activation_type, random);
+    Rows rows(c, table.activation_type, random, copies);
     for (const DType type : {table.activation_type, DType::kFloat8E4M3}) {
       INFO(NameOf(type));
       const Packed got = rows.Pack(table, type, 3), want = rows.Pack(Reference(), type, 1);
       for (int32_t rank = 0; rank < c.ranks; ++rank) REQUIRE(got.counts[rank] == want.counts[rank]);
       for (int64_t i = 0; i < got.places.size(); ++i) REQUIRE(got.places[i] == want.places[i]);
       CHECK(UnitsWrong(c, type, got, want) == "");
+      // Every choice counts once, with a table.
+      for (int64_t e = 0; e < got.load.size(); ++e) {
+        const auto chosen = std::count(rows.chosen.begin(), rows.chosen.end(), e);
+        REQUIRE(got.load[e] == 100 + e + (copies ? chosen : 0));
+        REQUIRE(want.load[e] == got.load[e]);
+      }
     }
   }
 }
+
+void TestPackRows(const KernelTable& table, Random& random) { CheckPack(table, random, false); }
 SLUICE_TEST_ON_EVERY_PATH("pack_rows agrees with the reference", TestPackRows)
+
+void TestPackRowsToCopies(const KernelTable& table, Random& random) {
+  CheckPack(table, random, true);
+  // A unit says which of its rank's own experts works for a choice.
+  const ExchangeCase c = {3, 64, 2, 2, 3, 3};
+  Rows rows(c, table.activation_type, random, true);
+  const int32_t physical[] = {5, 1, 0, 3}, chosen[] = {0, 1, 2, 1, -1, 3};
+  REQUIRE(rows.physical.size() == 4);
+  std::copy_n(physical, 4, rows.physical.data());
+  std::copy_n(chosen, 6, rows.chosen.data());
+  const Packed packed = rows.Pack(table, rows.type, 2);
+  CHECK(packed.counts[0] == 2);
+  CHECK(packed.counts[1] == 2);
+  const int32_t places[] = {0, 3, 1, -1, -1, 4};
+  const int32_t choices[2][3][2] = {{{-1, 1}, {0, 1}, {}}, {{2, -1}, {}, {-1, 0}}};
+  const RowUnit unit = RowUnitOf(c.dim, c.choices, rows.type);
+  for (int64_t row = 0; row < c.rows; ++row) {
+    for (int64_t rank = 0; rank < c.ranks; ++rank) {
+      const int64_t place = packed.places[row * c.ranks + rank];
+      CHECK(place == places[row * c.ranks + rank]);
+      if (place < 0) continue;
+      CHECK(std::memcmp(packed.units.data() + place * unit.bytes + unit.choices, choices[rank][row],
+                        8) == 0);
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("pack_rows goes by the table of copies, and counts choices",
+                          TestPackRowsToCopies)
 
 struct Unpacked {
   Unpacked(const ExchangeCase& c, DType type)

@@ -31,6 +31,7 @@ using testing::LongestCase;
 using testing::RelativeError;
 using testing::Teacher;
 using Divided = Teacher::Divided;
+using Experts = Teacher::Experts;
 
 constexpr int kTokens = 8;  // that are generated behind the prompt
 
@@ -154,7 +155,8 @@ std::string CountsWrong(const Teacher& teacher, const std::vector<RankWork>& wor
 // Checks that `size` ranks give for each of their sequences the tokens of one device, and its
 // logits within `tolerance`.
 void CheckRanks(const std::string& name, int size, const Teacher::Choose& choose, double tolerance,
-                const std::string& kernels = "portable", Divided divided = Divided::kExperts) {
+                const std::string& kernels = "portable", Divided divided = Divided::kExperts,
+                const Experts& experts = {0, {}, false}) {
   INFO(name << " on " << size << " ranks");
   const bool cuda = kernels == "cuda";
   const DType kv = cuda ? DType::kBFloat16 : DType::kFloat32;
@@ -174,7 +176,7 @@ void CheckRanks(const std::string& name, int size, const Teacher::Choose& choose
   const auto wrong = testing::RunRankProcesses(
       testing::RankOptions(size),
       [&](const RankGroupOptions& options) {
-        Teacher teacher(dir, kernels, kv, choose, &options, divided);
+        Teacher teacher(dir, kernels, kv, choose, &options, divided, experts);
         answers.Leave(AnswerOf(teacher, work, static_cast<size_t>(options.rank)), options.rank);
         return CountsWrong(teacher, work,
                            divided == Divided::kExpertsByFp8
@@ -203,6 +205,18 @@ void CheckEveryModel(const Teacher::Choose& choose) {
   }
 }
 
+// Returns a load that puts experts in another order in every layer.
+ExpertLoad SomeLoad(const std::string& name) {
+  const ModelConfig config = *LoadModelConfig(fixtures::ModelDir(name));
+  ExpertLoad load(static_cast<size_t>(config.layers));
+  for (int layer = config.latent->dense_layers; layer < config.layers; ++layer) {
+    for (int e = 0; e < config.latent->experts.routed; ++e) {
+      load[static_cast<size_t>(layer)].push_back((e * 5 + layer) % 7 * 100 + e);
+    }
+  }
+  return load;
+}
+
 TEST_CASE("two and four ranks of experts give the logits and tokens of one device", "[ranks]") {
   CheckEveryModel(nullptr);
 }
@@ -213,6 +227,42 @@ TEST_CASE("ranks of experts under ess give the logits and tokens of one device",
     options.ess.sparse_memory_ratio = 0.2;
     options.ess.least_places = 0;  // A pool has what a step selects and the next one.
   });
+}
+
+TEST_CASE("ranks with copies of experts give the logits and tokens of one device", "[ranks]") {
+  for (const std::string& name : fixtures::TinyLatentModels()) {
+    const int routed = LoadModelConfig(fixtures::ModelDir(name))->latent->experts.routed;
+    const auto check = [&](int size, int redundancy, const ExpertLoad& load) {
+      INFO(redundancy << " copies, load " << !load.empty());
+      CheckRanks(name, size, nullptr, 1e-3, "portable", Divided::kExperts,
+                 {redundancy, load, false});
+    };
+    check(2, 1, SomeLoad(name));
+    check(4, 1, {});
+    check(4, 0, SomeLoad(name));
+    check(4, routed - routed / 4, SomeLoad(name));  // Every rank has every expert.
+  }
+}
+
+TEST_CASE("with copies of experts a rank's logits have the same bits beside any other rank's rows",
+          "[ranks]") {
+  const std::string name = "tiny-deepseek-v32", dir = fixtures::ModelDir(name);
+  const std::vector<RankWork> work = WorkOf(name, 3);
+  const auto wrong = testing::RunRankProcesses(
+      testing::RankOptions(2), [&](const RankGroupOptions& options) -> std::string {
+        std::vector<Answer> answers;
+        for (const bool beside : {true, false}) {
+          RankGroupOptions own = options;
+          own.name += beside ? "" : "-alone";
+          Teacher teacher(dir, "portable", DType::kFloat32, nullptr, &own, Divided::kExperts,
+                          {1, SomeLoad(name), false});
+          const std::vector<RankWork> all = {work[0], beside ? work[1] : RankWork{}};
+          answers.push_back(AnswerOf(teacher, all, static_cast<size_t>(options.rank)));
+        }
+        if (options.rank > 0) return "";
+        return answers[0].size() == kTokens && answers[0] == answers[1] ? "" : "the bits differ";
+      });
+  CHECK(testing::Joined(wrong) == "");
 }
 
 TEST_CASE("a step of a rank of experts launches what one device does, and its exchanges",
@@ -232,11 +282,53 @@ TEST_CASE("a step of a rank of experts launches what one device does, and its ex
                {"pack_places", "pack_rows", "unpack_rows", "unpack_pairs", "add_parts"}) {
             want[own] = layers;
           }
-          Teacher rank(dir, "portable", DType::kFloat32, nullptr, &options, Divided::kExperts);
-          const std::map<std::string, int> got = rank.LaunchesOfStep(prompt);
           std::string text;
-          for (const auto& [what, n] : got) absl::StrAppend(&text, what, " ", n, " ");
-          return got == want ? "" : "launches " + text;
+          for (const Experts& experts : {Experts{}, Experts{1, SomeLoad(name), true}}) {
+            RankGroupOptions own = options;
+            own.name += experts.redundancy > 0 ? "-copies" : "";
+            Teacher rank(dir, "portable", DType::kFloat32, nullptr, &own, Divided::kExperts,
+                         experts);
+            const std::map<std::string, int> got = rank.LaunchesOfStep(prompt);
+            if (got == want) continue;
+            absl::StrAppend(&text, "launches ");
+            for (const auto& [what, n] : got) absl::StrAppend(&text, what, " ", n, " ");
+          }
+          return text;
+        });
+    CHECK(testing::Joined(wrong) == "");
+  }
+}
+
+TEST_CASE("a rank of experts counts the choices of its rows, wherever the experts are", "[ranks]") {
+  for (const std::string& name : fixtures::TinyLatentModels()) {
+    INFO(name);
+    const std::string dir = fixtures::ModelDir(name);
+    const ModelConfig config = *LoadModelConfig(dir);
+    const LatentConfig& latent = *config.latent;
+    const std::vector<RankWork> work = WorkOf(name, 3);
+    const auto wrong = testing::RunRankProcesses(
+        testing::RankOptions(2), [&](const RankGroupOptions& options) -> std::string {
+          const std::vector<RankWork> all = {work[0], work[1]};
+          std::vector<ExpertLoad> counted;
+          for (const Experts& experts : {Experts{0, {}, true}, Experts{2, SomeLoad(name), true}}) {
+            RankGroupOptions own = options;
+            own.name += experts.redundancy > 0 ? "-copies" : "";
+            Teacher teacher(dir, "portable", DType::kFloat32, nullptr, &own, Divided::kExperts,
+                            experts);
+            AnswerOf(teacher, all, static_cast<size_t>(options.rank));
+            counted.push_back(*teacher.model().CountedExpertLoad());
+          }
+          if (counted[0] != counted[1]) return "the counts differ";
+          const RankWork& own = all[static_cast<size_t>(options.rank)];
+          // The last token is not computed. Padded rows choose nothing.
+          const int64_t rows = std::ssize(own.prompt) + kTokens - 1;
+          for (int layer = 0; layer < config.layers; ++layer) {
+            int64_t sum = 0;
+            for (const int64_t n : counted[0][static_cast<size_t>(layer)]) sum += n;
+            const int64_t want = layer < latent.dense_layers ? 0 : rows * latent.experts.per_token;
+            if (sum != want) return absl::StrCat(sum, " choices, not ", want);
+          }
+          return "";
         });
     CHECK(testing::Joined(wrong) == "");
   }
@@ -251,6 +343,7 @@ TEST_CASE("two ranks of experts on one GPU give the tokens of one rank", "[ranks
   // Activations are rounded to bf16, and a sum in another order rounds otherwise.
   for (const std::string& name : fixtures::TinyLatentModels()) {
     CheckRanks(name, 2, nullptr, 2e-2, "cuda");
+    CheckRanks(name, 2, nullptr, 2e-2, "cuda", Divided::kExperts, {1, SomeLoad(name), false});
   }
 }
 

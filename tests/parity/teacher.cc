@@ -21,7 +21,8 @@ constexpr size_t kPoolBytes = size_t{32} << 20;
 }  // namespace
 
 Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
-                 const Choose& choose, const RankGroupOptions* ranks, Divided divided) {
+                 const Choose& choose, const RankGroupOptions* ranks, Divided divided,
+                 const Experts& experts) {
   device_ = OrFail(TestDevice(kernels));
   Model::Options options;
   if (ranks != nullptr) {
@@ -29,6 +30,9 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
     const bool tensors = divided == Divided::kTensors;
     (tensors ? options.tensor_parallel : options.expert_parallel) = ranks->size;
     options.fp8_dispatch = divided == Divided::kExpertsByFp8;
+    options.expert_redundancy = experts.redundancy;
+    options.expert_load = experts.load;
+    options.count_expert_load = experts.count;
     options.rank = ranks->rank;
     options.ranks = ranks_.get();
   }

@@ -14,6 +14,7 @@
 #include "src/device/device.h"
 #include "src/device/rank_group.h"
 #include "src/kv/page_pool.h"
+#include "src/model/expert_placement.h"
 #include "src/model/model.h"
 
 namespace sluice::testing {
@@ -30,10 +31,16 @@ class Teacher {
   // rank of a group that divides the model. Then all ranks are asked for the same, or, where they
   // divide the experts, for as many steps of their own.
   enum class Divided { kTensors, kExperts, kExpertsByFp8 };
+  // Where the experts are, as in Model::Options.
+  struct Experts {
+    int redundancy = 0;
+    ExpertLoad load;
+    bool count = false;
+  };
   using Choose = std::function<void(PolicyOptions&)>;
   Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
           const Choose& choose = nullptr, const RankGroupOptions* ranks = nullptr,
-          Divided divided = Divided::kTensors);
+          Divided divided = Divided::kTensors, const Experts& experts = {0, {}, false});
 
   // Makes another policy for the same model and device.
   PlacedPolicy Place(const Choose& choose);

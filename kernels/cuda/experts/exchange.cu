@@ -30,8 +30,14 @@ __global__ void __launch_bounds__(kWarpSize) PackPlacesKernel(PackRowsParams p) 
     const int row = start + lane;
     bool there = false;
     for (int j = 0; row < p.rows && j < p.choices; ++j) {
-      const int expert = p.chosen[int64_t{row} * p.choices + j];
-      there = there || (expert >= first && expert < first + p.experts_each);
+      const int expert = PhysicalExpert(p, int64_t{row} * p.choices + j);
+      const bool own = expert >= first && expert < first + p.experts_each;
+      there = there || own;
+      if (own && p.load != nullptr) {
+        // Nothing waits for the sum.
+        auto* const load = reinterpret_cast<unsigned long long*>(p.load);
+        atomicAdd(load + p.chosen[int64_t{row} * p.choices + j], 1ull);
+      }
     }
     const unsigned all = __ballot_sync(kAll, there);
     if (row < p.rows) {
@@ -74,8 +80,8 @@ __global__ void __launch_bounds__(kThreads) PackRowsKernel(PackRowsParams p, Row
   }
   if (threadIdx.x >= p.choices) return;
   const int64_t choice = row * p.choices + threadIdx.x;
-  const int own = p.chosen[choice] - rank * p.experts_each;
-  const bool there = p.chosen[choice] >= 0 && own >= 0 && own < p.experts_each;
+  const int expert = PhysicalExpert(p, choice), own = expert - rank * p.experts_each;
+  const bool there = expert >= 0 && own >= 0 && own < p.experts_each;
   reinterpret_cast<int32_t*>(unit + layout.choices)[threadIdx.x] = there ? own : -1;
   reinterpret_cast<float*>(unit + layout.weights)[threadIdx.x] = there ? p.weights[choice] : 0;
 }

@@ -37,10 +37,12 @@ class AdminPort:
 
 
 class Ranks:
-    """A running node of several ranks. `failpoints`: rank -> terms; `models`: rank -> another folder."""
+    """A running node of several ranks. `failpoints`: rank -> terms; `models`: rank -> another folder; `places`: rank ->
+    another working directory.
+    """
 
     def __init__(self, model, folder, size, *flags, transport="auto", failpoints=None, dram="64MiB", hbm="128MiB",
-                 leader=None, models=None, credentials=None):
+                 leader=None, models=None, credentials=None, places=None):
         sizes = {"--dram-bytes": dram, "--hbm-bytes": hbm}
         exact = [sizes.get(before, flag) for before, flag in zip(["", *EXACT], EXACT)]
         division = "--expert-parallel" if "deepseek" in model.name else "--tensor-parallel"
@@ -55,7 +57,7 @@ class Ranks:
                     [str(BIN / "sluice-server"), "--model", str((models or {}).get(rank, model)), "--device", DEVICE,
                      "--rank", str(rank),
                      "--admin-listen", "127.0.0.1:0", *shared, *terms.get(rank, [])], stdout=log, stderr=subprocess.STDOUT,
-                    env=ENVIRONMENT | self.env(rank)))
+                    env=ENVIRONMENT | self.env(rank), cwd=(places or {}).get(rank)))
         try:
             self.leader = Node("sluice-server", model, folder, *shared, *terms.get(0, []), env=self.env(0),
                                credentials=credentials)

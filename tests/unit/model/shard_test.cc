@@ -84,26 +84,29 @@ TEST_CASE("a model that cannot be divided is refused by name") {
 TEST_CASE("experts are divided evenly or not at all") {
   const ModelConfig config = Config("tiny-deepseek-v32");
   for (const int size : {1, 2, 4, 8}) {
-    std::vector<ShardPart> parts;
     for (int rank = 0; rank < size; ++rank) {
-      const auto shard = ExpertShardOf(config, rank, size);
-      REQUIRE(shard.ok());
-      CHECK(shard->experts.count == 8 / size);
-      parts.push_back(shard->experts);
+      for (const int redundancy : {0, 8 - 8 / size}) {
+        const auto shard = ExpertShardOf(config, rank, size, redundancy);
+        REQUIRE(shard.ok());
+        CHECK(shard->each == 8 / size + redundancy);
+      }
     }
-    CheckTiles(parts, 8);
   }
-  const auto refused = [](const ModelConfig& of, int rank, int size, const char* names) {
-    const absl::Status status = ExpertShardOf(of, rank, size).status();
+  const auto refused = [](const ModelConfig& of, int rank, int size, const char* names,
+                          int redundancy = 0, const char* setting = "expert_parallel: ") {
+    const absl::Status status = ExpertShardOf(of, rank, size, redundancy).status();
     INFO(status);
     CHECK(absl::IsInvalidArgument(status));
-    CHECK(status.message().find("expert_parallel") != std::string::npos);
+    CHECK(status.message().find(setting) == 0);
     CHECK(status.message().find(names) != std::string::npos);
   };
   refused(config, 0, 3, "8 experts, which 3 ranks");
   refused(config, 0, 16, "8 experts, which 16 ranks");
   refused(config, 2, 2, "rank 2 of 2");
   refused(Config("tiny-llama"), 0, 2, "tensor_parallel");
+  refused(config, 0, 4, "copies of up to 6 more, but expert_redundancy is 7", 7,
+          "expert_redundancy: ");
+  refused(config, 0, 1, "up to 0 more", 1, "expert_redundancy: ");
 }
 
 TEST_CASE("a vocabulary of any size is divided") {

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <catch2/catch.hpp>
+#include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "src/device/cpu_topology.h"
 
 namespace sluice {
@@ -110,6 +112,26 @@ TEST_CASE("ranks of experts run full and ess, and divide nothing else") {
   config.set_kv_transport("grpc");
   config.set_tensor_parallel(2);
   refused(config, "tensor_parallel to 1");
+}
+
+TEST_CASE("copies of experts and their load are for ranks of experts") {
+  for (const std::string name : {"expert_redundancy", "expert_load", "expert_load_out"}) {
+    Config config = DefaultConfig();
+    config.set_model("m");
+    config.set_leader("localhost:7100");
+    REQUIRE(FindSetting(name)->Parse("1", &config).ok());
+    for (const uint32_t tensors : {1u, 2u}) {
+      config.set_tensor_parallel(tensors);
+      const absl::Status status = CheckRanks(&config);
+      INFO(status);
+      CHECK(absl::IsInvalidArgument(status));
+      CHECK(status.message().find(absl::StrCat(name, ": it is for ranks")) == 0);
+      CHECK(status.message().find("set expert_parallel") != std::string::npos);
+    }
+    config.set_tensor_parallel(1);
+    config.set_expert_parallel(2);
+    CHECK(CheckRanks(&config).ToString() == "OK");
+  }
 }
 
 }  // namespace
