@@ -15,7 +15,7 @@ from sluice.v1 import decode_pb2, ingest_pb2, ingest_pb2_grpc, prefill_pb2
 from sluice_client import rpc
 from sluice_client.pusher import Pusher
 from support.metrics_text import Scrape
-from support.nodes import DEVICE, TIMEOUT_S, error_of, greedy, matching_steps, tokens_of
+from support.nodes import BIN, DEVICE, TIMEOUT_S, error_of, greedy, matching_steps, run, tokens_of
 from support.pki import Pki, token_entry, write_access
 from support.rank_lab import EXACT, FLUSH_S, PRECISION, starting_ranks
 from support.transfers import Part, Transfer
@@ -287,6 +287,31 @@ def test_senders_go_to_rank_0_where_the_port_cannot_be_reached(ranks, start, tin
         transfer_id = pusher.commit()
     ids = decode(made.leader, transfer_id=transfer_id)
     matching_steps(ids, g.tokens(2)[:len(ids)], g.margins(2), 0.1)
+
+
+def test_a_push_that_breaks_at_a_rank_goes_on_to_rank_0(ranks, start, tiny_models, golden):
+    one = start("sluice-server", tiny_models("tiny-llama"), *EXACT, "--prefix-cache=false")
+    made = ranks("tiny-llama", 2, *PORTS, failpoints={1: "ingest.reset=error*1"})
+    prefill = start("sluice-prefill", tiny_models("tiny-llama"), *PRECISION, "--hbm-bytes", "64MiB")
+    answers = []
+    for node in (one, made.leader):
+        pushed = prefill.prefill.Run(prefill_pb2.RunRequest(
+            prompt_token_ids=[(i * 37) % 250 + 3 for i in range(200)], sampling=greedy(max_tokens=24, ignore_eos=True),
+            decode_address=node.address), timeout=TIMEOUT_S)
+        answers.append(decode(node, transfer_id=pushed.transfer_id))
+    assert len(answers[1]) == 24
+    if DEVICE == "cpu":
+        assert answers[0] == answers[1]
+    assert prefill.log.read_text().count("a rank's port takes no caches") == 1
+    assert Scrape(made.leader).get("sluice_ingest_resumes_total") >= 1
+
+
+def test_the_plan_says_where_each_rank_takes_caches(tiny_models):
+    flags = [BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--device", "cpu", "--print-plan",
+             "--tensor-parallel", "2", "--leader", "decode-0:7900", "--listen", "0.0.0.0:7000"]
+    plan = run(*flags, "--rank-ingest-listen", "0.0.0.0:7002").stdout
+    assert "rank 0 takes KV caches at 0.0.0.0:7000\n" in plan and "rank 1 takes its own at 0.0.0.0:7002\n" in plan
+    assert "sends on what is for other ranks" in run(*flags).stdout
 
 
 def test_a_ranks_port_asks_who_calls(ranks, golden, tmp_path):

@@ -83,7 +83,8 @@ class KvPusher {
   absl::Time first_sent() const { return first_sent_; }  // InfiniteFuture if nothing was sent
 
  private:
-  // Memory for one running prompt, enough to cover the time of a slow write.
+  // Memory for one running prompt and address that it goes to, enough to cover the time of a slow
+  // write.
   static constexpr uint64_t kMaxQueuedBytes = 32 << 20;
   static constexpr int kMaxResumes = 5;
   static constexpr absl::Duration kConnectTime = absl::Seconds(2);

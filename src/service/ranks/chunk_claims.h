@@ -19,8 +19,8 @@
 
 namespace sluice {
 
-// What rank 0 does for one stream of chunks. One thread at a time. What is claimed when it is
-// destroyed stays missing.
+// ClaimStream is rank 0's side of one stream of chunks. One thread at a time. What is claimed when
+// it is destroyed stays missing.
 class ClaimStream {
  public:
   virtual ~ClaimStream() = default;

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/strip.h"
 #include "sluice/v1/ranks.grpc.pb.h"
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
@@ -175,7 +176,7 @@ std::string SeenAddress(const std::string& address, const std::string& peer) {
       absl::StrReplaceAll(peer.substr(peer.find(':') + 1), {{"%5B", "["}, {"%5D", "]"}});
   const absl::StatusOr<HostPort> seen = ParseHostPort(text);
   if (!seen.ok()) return "";
-  own->host = seen->host;
+  own->host = std::string(absl::StripPrefix(seen->host, "::ffff:"));
   return own->ToString();
 }
 

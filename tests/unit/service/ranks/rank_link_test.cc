@@ -567,6 +567,7 @@ TEST_CASE("rank 0 knows where a rank takes caches, with the host from which it c
   });
   CHECK(testing::Joined(wrong) == "");
   CHECK(SeenAddress("[::]:7000", "ipv6:%5Bfd00::7%5D:5") == "[fd00::7]:7000");
+  CHECK(SeenAddress("[::]:7000", "ipv6:%5B::ffff:10.0.0.7%5D:5") == "10.0.0.7:7000");
   CHECK(SeenAddress("10.0.0.1:7000", "ipv4:10.0.0.2:5") == "10.0.0.1:7000");
   CHECK(SeenAddress("0.0.0.0:7000", "unix:/tmp/x") == "");
   CHECK(SeenAddress("", "ipv4:10.0.0.2:5") == "");
