@@ -38,7 +38,7 @@ class TransferClaims final : public ClaimStream {
       : rank_(rank), transfers_(transfers), watch_(watch) {}
 
   absl::Status Take(const v1::ClaimRequest& request, v1::ClaimAnswer* answer) override {
-    const absl::Status status = Step(request, answer);
+    absl::Status status = Step(request, answer);
     if (!status.ok() && writes_ != nullptr) writes_->Ended(status);
     return status;
   }

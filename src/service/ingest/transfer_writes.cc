@@ -22,7 +22,7 @@ absl::StatusOr<uint64_t> TransferWrites::Finish() {
     begun_ = transfer_id_;
     watch_->StreamBegan(transfer_id_);
   }
-  const absl::StatusOr<uint64_t> blocks = landing_->Finish();
+  absl::StatusOr<uint64_t> blocks = landing_->Finish();
   landing_.reset();
   watch_->ChunkEnded(blocks, bytes_);
   return blocks;
