@@ -148,9 +148,9 @@ void ChunkLanding::FindPieces() {
     const size_t index =
         transfer_->BlockIndex(header_.layer, kind, static_cast<uint32_t>(at.head), at.block);
     if (next != claimed_.end() && *next == index) claimed = *next++;
-    const Piece::Use use = claimed == index    ? Piece::Use::kWrite
-                           : at.block < shared ? Piece::Use::kIgnore
-                                               : Piece::Use::kCompare;
+    const Use use = claimed == index    ? Use::kWrite
+                    : at.block < shared ? Use::kIgnore
+                                        : Use::kCompare;
     const HeadPlaces::Place* const place =
         places == nullptr ? nullptr : &places->places[kind][static_cast<size_t>(at.head)];
     if (!pieces_.empty() && pieces_.back().use == use && pieces_.back().place == place &&
@@ -164,22 +164,23 @@ void ChunkLanding::FindPieces() {
   ignored_ = range.token_end <= transfer_->reused_tokens;
 }
 
-void ChunkLanding::Use(const Piece& piece, uint64_t offset, absl::Span<const uint8_t> bytes) {
+void ChunkLanding::PutOrCompare(const Piece& piece, uint64_t offset,
+                                absl::Span<const uint8_t> bytes) {
   static const std::vector<std::ptrdiff_t> kHere = {0};
   for (const std::ptrdiff_t distance : piece.place == nullptr ? kHere : piece.place->distances) {
     uint8_t* const target = piece.target + distance + offset;
-    if (piece.use == Piece::Use::kCompare) {
+    if (piece.use == Use::kCompare) {
       differs_ = differs_ || std::memcmp(target, bytes.data(), bytes.size()) != 0;
-    } else if (piece.use == Piece::Use::kWrite) {
+    } else if (piece.use == Use::kWrite) {
       // The bytes are not read again until the policy takes the sequence. Streaming stores take
       // half the time and leave the CPU's caches to the decode that runs meanwhile.
       StreamCopy(target, bytes.data(), bytes.size());
     }
   }
-  if (far_ == nullptr || piece.use == Piece::Use::kIgnore) return;
+  if (far_ == nullptr || piece.use == Use::kIgnore) return;
   const auto at = static_cast<uint64_t>(piece.target - transfer_->home->pool()->base(kind_));
   for (const int rank : piece.place->far_ranks) {
-    far_->Write(rank, kind_, at + offset, bytes, piece.use == Piece::Use::kCompare);
+    far_->Write(rank, kind_, at + offset, bytes, piece.use == Use::kCompare);
   }
 }
 
@@ -193,7 +194,7 @@ void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
     const size_t take = std::min<uint64_t>({bytes.size(), piece.bytes - offset_, kPassBytes});
     const absl::Span<const uint8_t> now = bytes.subspan(0, take);
     if (!ignored_) crc_ = ExtendCrc32c(crc_, now);
-    Use(piece, offset_, now);
+    PutOrCompare(piece, offset_, now);
     bytes.remove_prefix(take);
     offset_ += take;
     if (offset_ == piece.bytes) {
@@ -210,14 +211,40 @@ std::vector<ChunkLanding::Target> ChunkLanding::Targets() const {
   targets.reserve(pieces_.size());
   for (const Piece& piece : pieces_) {
     SLUICE_CHECK(piece.place == nullptr, "other ranks' memory is written by Append alone");
-    targets.push_back({piece.use == Piece::Use::kWrite ? piece.target : nullptr, piece.bytes});
+    targets.push_back({piece.use == Use::kWrite ? piece.target : nullptr, piece.bytes});
   }
   return targets;
 }
 
-void ChunkLanding::Received(uint32_t crc32c) {
+absl::StatusOr<std::vector<ChunkLanding::RankTarget>> ChunkLanding::TargetsOn(int rank) const {
+  std::vector<RankTarget> targets;
+  targets.reserve(pieces_.size());
+  for (const Piece& piece : pieces_) {
+    if (piece.place == nullptr || !piece.place->IsOf(rank)) return OtherHeads(rank);
+    targets.push_back({static_cast<uint64_t>(piece.target - transfer_->home->pool()->base(kind_)),
+                       piece.bytes, piece.use});
+  }
+  return targets;
+}
+
+absl::Status ChunkLanding::OtherHeads(int rank) const {
+  const HeadPlaces* const places = transfer_->places();
+  std::string own;
+  for (const RankHeads& heads :
+       places == nullptr ? std::vector<RankHeads>() : places->OfOneRank()) {
+    if (heads.rank == rank) absl::StrAppend(&own, " [", heads.begin, ", ", heads.end, ")");
+  }
+  return InvalidField(
+      "header.head_begin, header.head_end",
+      absl::StrCat("rank ", rank, " takes ", own.empty() ? "no heads" : "the heads", own,
+                   " of this transfer, found [", header_.head_begin, ", ", header_.head_end,
+                   "); send the others to the address at which the transfer was reserved"));
+}
+
+void ChunkLanding::Received(uint32_t crc32c, bool differs) {
   SLUICE_FAILPOINT_PAUSE(kIngestLanding);
   crc_ = crc32c;
+  differs_ = differs_ || differs;
   left_ = 0;
 }
 

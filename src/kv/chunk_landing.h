@@ -67,7 +67,18 @@ class ChunkLanding {
     uint64_t bytes;
   };
   std::vector<Target> Targets() const;
-  void Received(uint32_t crc32c);
+  // Where a rank on another host puts the payload, which comes to it and not here: stretches of the
+  // kind's pages in its pool, in order. The rank tells Received() also whether bytes that it
+  // compared differ. INVALID_ARGUMENT: the chunk has heads that are not that rank's alone.
+  enum class Use { kWrite, kCompare, kIgnore };
+  struct RankTarget {
+    uint64_t offset;
+    uint64_t bytes;
+    Use use;
+  };
+  absl::StatusOr<std::vector<RankTarget>> TargetsOn(int rank) const;
+  size_t kind() const { return kind_; }
+  void Received(uint32_t crc32c, bool differs = false);
   // Checks the checksum and counts the blocks as landed. Returns how many blocks are new: 0 if the
   // chunk repeats what is there. Errors:
   //   INVALID_ARGUMENT     bytes are missing
@@ -85,16 +96,17 @@ class ChunkLanding {
     uint64_t bytes;
     // The block landed before, and its bytes are compared; or other sequences share it, and they
     // are ignored: another node's kernels may make others of the same tokens.
-    enum class Use { kWrite, kCompare, kIgnore } use;
+    Use use;
     // Says where each rank has the head, where ranks divide the model; else null.
     const HeadPlaces::Place* place = nullptr;
   };
   // Compares or writes bytes of the payload that begin `offset` bytes into a piece.
-  void Use(const Piece& piece, uint64_t offset, absl::Span<const uint8_t> bytes);
+  void PutOrCompare(const Piece& piece, uint64_t offset, absl::Span<const uint8_t> bytes);
   ChunkLanding(TransferStore* store, const ChunkHeader& header, uint64_t payload_bytes)
       : store_(store), header_(header), left_(payload_bytes) {}
   // Fills pieces_ from header_ and claimed_.
   void FindPieces();
+  absl::Status OtherHeads(int rank) const;
 
   TransferStore* const store_;
   const ChunkHeader header_;

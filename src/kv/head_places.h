@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "src/kv/cache_layout.h"
@@ -12,6 +13,12 @@
 namespace sluice {
 
 class FarHeads;
+
+// Heads [begin, end) of every cache kind that a rank on another host alone has.
+struct RankHeads {
+  int rank = 0;
+  uint32_t begin = 0, end = 0;
+};
 
 struct HeadPlaces {
   struct Place {
@@ -21,7 +28,14 @@ struct HeadPlaces {
     std::vector<std::ptrdiff_t> distances;
     // Ranks that have this head, and whose memory this process does not see.
     std::vector<int> far_ranks = {};
+    // Returns whether that rank, on another host, alone has the head.
+    bool IsOf(int rank) const {
+      return distances.empty() && far_ranks.size() == 1 && far_ranks[0] == rank;
+    }
   };
+  // Returns the heads that one rank on another host has, in ascending order. Kinds that ranks
+  // divide have as many heads as one another.
+  std::vector<RankHeads> OfOneRank() const;
   // The whole model's caches, in the ranks' order of kinds.
   CacheLayout layout;
   std::vector<std::vector<Place>> places;  // [kind][head of the whole model]

@@ -209,6 +209,7 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   transfer->place = std::move(place);
   Reserved reserved{transfer->id,         transfer->lease,       options_.max_chunk_bytes,
                     options_.hint_tokens, options_.hint_queries, cached_tokens};
+  if (places != nullptr) reserved.rank_heads = places->OfOneRank();
   SLUICE_RETURN_IF_ERROR(enter());  // others may have come meanwhile
   store_->Wake();
   return reserved;

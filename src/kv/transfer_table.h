@@ -129,7 +129,8 @@ class TransferTable {
     absl::Duration lease;
     uint64_t max_chunk_bytes = 0;
     int64_t hint_tokens = 0, hint_queries = 0;
-    int64_t cached_tokens = 0;  // leading tokens whose caches are here already
+    int64_t cached_tokens = 0;               // leading tokens whose caches are here already
+    std::vector<RankHeads> rank_heads = {};  // heads that ranks on other hosts can take themselves
   };
   // Opens a transfer and reserves its pages, on the first rank of RankLedger::RanksFor whose DRAM
   // has room. Errors:

@@ -339,6 +339,16 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   ingest.metrics = &metrics_;
   ingest.access = security_.access();
   ingest.log_prompts = config_.log_prompts();
+  if (ranks_.link != nullptr) {
+    ingest.claims = ranks_.link->claims();
+    ingest.rank_addresses.emplace_back();
+    for (int rank = 1; rank < RanksOf(config_); ++rank) {
+      ingest.rank_addresses.push_back(ranks_.link->IngestAddress(rank));
+      const std::string& address = ingest.rank_addresses.back();
+      Log(LogLevel::kInfo, "caches of a rank",
+          {{"rank", rank}, {"taken_at", address.empty() ? config_.listen() : address}});
+    }
+  }
   services.push_back(NewIngestService(ingest));
   gate_.emplace(security_.access(), security_.file.get(), transfers_.get(), &quotas_);
   GenerateOptions generate;

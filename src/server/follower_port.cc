@@ -6,7 +6,6 @@
 #include "src/device/kernel_set.h"
 #include "src/server/decode_metrics.h"
 #include "src/server/ranks.h"
-#include "src/service/wire/host_port.h"
 #include "src/service/wire/status_mapping.h"
 
 namespace sluice {
@@ -15,17 +14,14 @@ absl::StatusOr<std::unique_ptr<FollowerPort>> FollowerPort::Open(const Config& c
                                                                  const Parts& parts) {
   std::unique_ptr<FollowerPort> port(new FollowerPort(parts));
   if (config.admin_listen().empty()) return port;
-  SLUICE_ASSIGN_OR_RETURN(port->security_, SetUpSecurity(config));
-  absl::StatusOr<HostPort> address = ParseHostPort(config.admin_listen());
+  const absl::StatusOr<std::string> address = AddressOfRank(config, config.admin_listen());
   if (!address.ok()) return WithMessagePrefix(address.status(), "admin_listen");
-  if (address->port != 0 && RanksOfHost(config) > 1)
-    address->port = static_cast<uint16_t>(address->port + config.rank());
   port->metrics_.SetBuildInfo({Version(), parts.model->config().name, parts.device->name(),
                                parts.device->kernels().name(), parts.memory->policy->name()});
   AdminHttp::Options options;
-  options.listen = address->ToString();
-  options.tls = port->security_.tls;
-  options.access = port->security_.access();
+  options.listen = *address;
+  options.tls = parts.security->tls;
+  options.access = parts.security->access();
   options.metrics = [own = port.get()] { return own->Render(); };
   options.ready = [parts] { return parts.ranks->status().ok() && parts.device->Health().ok(); };
   absl::StatusOr<std::unique_ptr<AdminHttp>> started = AdminHttp::Start(std::move(options));

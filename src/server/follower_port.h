@@ -25,9 +25,9 @@ class FollowerPort {
     const Model* model = nullptr;
     const NodeMemory* memory = nullptr;
     const RankGroup* ranks = nullptr;
+    const Security* security = nullptr;
   };
-  // Opens the port of admin_listen, plus the rank where ranks share a host, so that they may share
-  // their settings too; port 0 takes a free one. Without admin_listen there is none. The error
+  // Opens the port of admin_listen (AddressOfRank). Without admin_listen there is none. The error
   // names the setting.
   static absl::StatusOr<std::unique_ptr<FollowerPort>> Open(const Config& config,
                                                             const Parts& parts);
@@ -40,7 +40,6 @@ class FollowerPort {
   std::string Render();
 
   const Parts parts_;
-  Security security_;
   Metrics metrics_;
   ProcessMetrics process_;
   std::unique_ptr<AdminHttp> http_;

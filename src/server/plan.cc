@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "src/attention/latent/draft_window.h"
 #include "src/attention/policy_factory.h"
 #include "src/base/bisect.h"
@@ -285,16 +286,40 @@ absl::StatusOr<std::string> CheckedPolicy(const Config& config) {
   return in.auto_text;
 }
 
+namespace {
+
+// Returns where each rank takes KV caches, if all have the setting that this one has; nothing where
+// ranks share memory.
+absl::StatusOr<std::string> RankIngestText(Config config) {
+  if (!MeetByGrpc(config)) return "";
+  std::string out =
+      absl::StrFormat("ingest      rank 0 takes KV caches at %s%s\n", config.listen(),
+                      config.rank_ingest_listen().empty()
+                          ? ", and sends on what is for other ranks (no rank_ingest_listen)"
+                          : "");
+  if (config.rank_ingest_listen().empty()) return out;
+  for (int rank = 1; rank < RanksOf(config); ++rank) {
+    config.set_rank(static_cast<uint32_t>(rank));
+    SLUICE_ASSIGN_OR_RETURN(const std::string listen,
+                            AddressOfRank(config, config.rank_ingest_listen()));
+    absl::StrAppendFormat(&out, "            rank %d takes its own at %s\n", rank, listen);
+  }
+  return out;
+}
+
+}  // namespace
+
 absl::StatusOr<std::string> PrintPlan(const Config& given) {
   Config config = given;
   SLUICE_RETURN_IF_ERROR(ApplyWorkerSet(&config));
   SLUICE_RETURN_IF_ERROR(CheckRanks(&config));
+  SLUICE_ASSIGN_OR_RETURN(const std::string ingest, RankIngestText(config));
   if (DividesExperts(config)) {
     config.set_rank(0);
     SLUICE_ASSIGN_OR_RETURN(const PlanInput in, PlanOf(config));
     SLUICE_ASSIGN_OR_RETURN(const std::string ranks, ExpertRanksText(config, in));
     SLUICE_ASSIGN_OR_RETURN(const std::string gpus, ExpertGpusText(config));
-    return absl::StrCat(ranks, FormatPlan(in), gpus);
+    return absl::StrCat(ranks, ingest, FormatPlan(in), gpus);
   }
   std::string text;
   for (int rank = 0; rank < RanksOf(config); ++rank) {
@@ -304,7 +329,7 @@ absl::StatusOr<std::string> PrintPlan(const Config& given) {
       SLUICE_ASSIGN_OR_RETURN(const ModelConfig model, LoadModelConfig(config.model()));
       SLUICE_ASSIGN_OR_RETURN(const std::string part,
                               RankText(model, rank, RanksOf(config), config.max_sequences()));
-      absl::StrAppend(&text, rank > 0 ? "\n" : "", part);
+      absl::StrAppend(&text, rank > 0 ? "\n" : "", part, rank == 0 ? ingest : "");
     }
     absl::StrAppend(&text, FormatPlan(in));
   }

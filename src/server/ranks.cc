@@ -22,9 +22,11 @@
 #include "src/server/follower_port.h"
 #include "src/server/model_setup.h"
 #include "src/server/policy_totals.h"
+#include "src/server/rank_ingest_port.h"
 #include "src/server/security.h"
 #include "src/server/speculation.h"
 #include "src/service/wire/host_port.h"
+#include "src/service/wire/status_mapping.h"
 
 namespace sluice {
 namespace {
@@ -58,6 +60,30 @@ bool LeaderIsLoopback(const Config& config) {
   return leader.ok() && IsLoopback(leader->host);
 }
 
+// Checks where a rank takes caches itself.
+absl::Status CheckRankIngest(const Config& config) {
+  const bool advertises = !config.rank_ingest_advertise().empty();
+  if (config.rank_ingest_listen().empty()) {
+    if (!advertises) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        "rank_ingest_advertise: needs rank_ingest_listen, the address at which the rank listens");
+  }
+  if (!MeetByGrpc(config)) {
+    return absl::InvalidArgumentError(
+        "rank_ingest_listen: ranks that share memory take their caches from rank 0: leave it out, "
+        "or "
+        "set rank_transport to grpc");
+  }
+  const auto listen = ParseHostPort(config.rank_ingest_listen());
+  if (!listen.ok()) return WithMessagePrefix(listen.status(), "rank_ingest_listen");
+  if (config.rank() == 0 || advertises || !IsLoopback(listen->host) || LeaderIsLoopback(config)) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      "rank_ingest_listen: is a loopback address, which senders on other hosts do not reach: give "
+      "0.0.0.0 as its host, or rank_ingest_advertise");
+}
+
 }  // namespace
 
 int RanksOf(const Config& config) {
@@ -74,6 +100,14 @@ bool MeetByGrpc(const Config& config) {
 
 int RanksOfHost(const Config& config) {
   return MeetByGrpc(config) && !LeaderIsLoopback(config) ? 1 : RanksOf(config);
+}
+
+absl::StatusOr<std::string> AddressOfRank(const Config& config, const std::string& address) {
+  SLUICE_ASSIGN_OR_RETURN(HostPort at, ParseHostPort(address));
+  if (at.port != 0 && RanksOfHost(config) > 1) {
+    at.port = static_cast<uint16_t>(at.port + config.rank());
+  }
+  return at.ToString();
 }
 
 absl::Status ApplyWorkerSet(Config* config) {
@@ -118,6 +152,7 @@ absl::Status CheckRanks(Config* config) {
                      " ranks need a name to meet under: give each the same "
                      "host and port"));
   }
+  SLUICE_RETURN_IF_ERROR(CheckRankIngest(*config));
   const std::string& policy = config->policy();
   using Names = std::vector<std::string>;
   const Names served = DividesExperts(*config)
@@ -210,6 +245,8 @@ absl::Status ShareSettings(RankChannel& channel, Config* config) {
   leaders.set_kernels(config->kernels());
   leaders.set_threads(config->threads());
   leaders.set_admin_listen(config->admin_listen());
+  leaders.set_rank_ingest_listen(config->rank_ingest_listen());
+  leaders.set_rank_ingest_advertise(config->rank_ingest_advertise());
   // Hosts have certificates of their own. A rank that has none takes rank 0's files.
   if (!config->tls_cert().empty()) {
     leaders.set_tls_cert(config->tls_cert());
@@ -319,9 +356,17 @@ absl::Status RunFollower(Config config, Signals& signals) {
   SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory,
                           NewNodeMemory(config, *model, device.get(), ranks.arenas.get()));
   memory.dram->FollowRankZero();
+  Security security;
+  if (!config.admin_listen().empty() || !config.rank_ingest_listen().empty()) {
+    SLUICE_ASSIGN_OR_RETURN(security, SetUpSecurity(config));
+  }
+  std::unique_ptr<RankIngestPort> ingest;
   std::unique_ptr<RankLink::Landing> landing;
   if (ranks.link != nullptr) {
-    SLUICE_ASSIGN_OR_RETURN(landing, ranks.link->LandIn(*memory.dram));
+    SLUICE_ASSIGN_OR_RETURN(ingest,
+                            RankIngestPort::Open(config, security, ranks.link, memory.dram.get()));
+    SLUICE_ASSIGN_OR_RETURN(
+        landing, ranks.link->LandIn(*memory.dram, ingest == nullptr ? "" : ingest->advertised()));
   }
   SLUICE_RETURN_IF_ERROR(AwaitRanks(*ranks.channel));
   RankFollower::Options options;
@@ -337,9 +382,9 @@ absl::Status RunFollower(Config config, Signals& signals) {
                            {device.get(), model.get(), memory.policy.get(), ranks.channel.get(),
                             ranks.group.get(), memory.dram.get(), ranks.rows.get()}));
   SLUICE_RETURN_IF_ERROR(AwaitRanks(*ranks.channel));
-  SLUICE_ASSIGN_OR_RETURN(
-      const std::unique_ptr<FollowerPort> port,
-      FollowerPort::Open(config, {device.get(), model.get(), &memory, ranks.group.get()}));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<FollowerPort> port,
+                          FollowerPort::Open(config, {device.get(), model.get(), &memory,
+                                                      ranks.group.get(), &security}));
   const TotalsReporter reporter(memory.policy.get(), memory.hbm.get(), ranks.channel.get());
   Log(LogLevel::kInfo, "following",
       {{"rank", config.rank()},

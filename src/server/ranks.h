@@ -34,6 +34,11 @@ bool MeetByGrpc(const Config& config);
 // container, each.
 int RanksOfHost(const Config& config);
 
+// Returns where a rank other than 0 listens whose setting says `address`: R ports higher where
+// ranks share a host, so that they may share their settings; port 0 takes a free one.
+// INVALID_ARGUMENT: it is no address.
+absl::StatusOr<std::string> AddressOfRank(const Config& config, const std::string& address);
+
 // Fills in what LeaderWorkerSet tells a pod (LWS_LEADER_ADDRESS, LWS_WORKER_INDEX), where the node
 // has several ranks and the settings say nothing. INVALID_ARGUMENT: a variable is no number.
 absl::Status ApplyWorkerSet(Config* config);

@@ -18,8 +18,10 @@ namespace {
 // Logs one line at the start, so that nobody finds out later that a node was open to a network.
 void WarnWhereOpen(const Config& config) {
   std::vector<std::string> open;
-  const std::string leader = MeetByGrpc(config) && config.rank() == 0 ? config.leader() : "";
-  for (const std::string& address : {config.listen(), config.admin_listen(), leader}) {
+  const bool first = config.rank() == 0;
+  const std::string leader = MeetByGrpc(config) && first ? config.leader() : "";
+  for (const std::string& address :
+       {first ? config.listen() : config.rank_ingest_listen(), config.admin_listen(), leader}) {
     if (address.empty()) continue;
     const auto parsed = ParseHostPort(address);
     if (parsed.ok() && !IsLoopback(parsed->host)) open.push_back(address);

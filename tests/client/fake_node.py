@@ -38,6 +38,7 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
         self.committed = None
         self.aborted = None
         self.write_calls = 0
+        self.rank_ports = []  # that Reserve names
         self.cached_tokens = 0  # leading tokens that Reserve says are here already
         self.damage = 0  # chunks that will still arrive damaged
         self.breaks = 0  # Write calls that will still break at their second chunk
@@ -100,7 +101,7 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
     def Reserve(self, request, context):
         self.manifest = request.manifest
         return ingest_pb2.ReserveResponse(transfer_id="ab" * 16, max_chunk_bytes=self.chunk_bytes(),
-                                          cached_tokens=self.cached_tokens)
+                                          cached_tokens=self.cached_tokens, rank_ports=self.rank_ports)
 
     def chunk_bytes(self):
         return 2 * BLOCK * HEADS * self.kind.bytes_per_token  # Two blocks of all heads.

@@ -1,10 +1,11 @@
 """The pusher packs the layout of the host KV cache byte for byte, and sends again what is lost."""
 
+import grpc
 import ml_dtypes
 import numpy as np
 import pytest
 from fake_node import BLOCK, DIM, HEADS, LAYERS, FakeNode
-from sluice.v1 import common_pb2
+from sluice.v1 import common_pb2, ingest_pb2
 from sluice_client import layout
 from sluice_client.pusher import Pusher, PushError
 
@@ -124,6 +125,79 @@ def test_raw_chunks_are_sent_as_they_are(node):
                 pusher.write_chunk(layer, "kv", (0, HEADS), (begin, end), payload)
         pusher.commit()
     check_landed(node, caches, ml_dtypes.bfloat16)
+
+
+class RankNode(FakeNode):
+    """A rank of `node` that takes some heads itself, for the transfers of `node`; it serves Write alone."""
+
+    def __init__(self, node, heads):
+        super().__init__(has_admin=False)
+        self.blocks, self.heads, self.taken = node.blocks, heads, 0
+        node.rank_ports.append(ingest_pb2.RankPort(address=self.address, head_begin=heads[0], head_end=heads[1]))
+
+    def _land(self, message, context):
+        if (message.header.head_begin, message.header.head_end) != self.heads:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "heads of another rank")
+        super()._land(message, context)
+        self.taken += 1
+
+    def Commit(self, request, context):
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "call rank 0")
+
+
+@pytest.fixture(name="rank")
+def _rank(node):
+    """The rank of heads 1 and 2 of `node`."""
+    fake = RankNode(node, (1, 3))
+    yield fake
+    fake.server.stop(None)
+
+
+def test_a_rank_gets_its_heads_at_its_own_port(node, rank):
+    caches = arrays()
+    push(node, caches)
+    check_landed(node, caches, ml_dtypes.bfloat16)
+    # A chunk of two heads has three blocks of 8 tokens; of one head, six. 43 tokens are six blocks.
+    assert rank.taken == LAYERS * 2 and node.write_calls > 0
+
+
+def test_a_sender_into_anothers_transfer_goes_to_the_rank_too(node, rank):
+    caches = arrays()
+    with Pusher(node.address) as reserves, Pusher(node.address) as pusher:
+        reserves.reserve(list(range(TOKENS)))
+        pusher.attach(reserves.transfer_id, TOKENS, reserves.max_chunk_bytes, 0, reserves.rank_ports)
+        for layer, (k, v) in enumerate(caches):
+            for heads in pusher.head_parts((0, HEADS)):
+                own = slice(*heads)
+                payload = layout.pack(node.kind, layout.kv_parts(node.kind, k[:, own], v[:, own]))
+                pusher.write_chunk(layer, "kv", heads, (0, TOKENS), payload)
+        pusher.settle()
+        reserves.commit()
+    check_landed(node, caches, ml_dtypes.bfloat16)
+    assert rank.taken == LAYERS
+
+
+@pytest.mark.parametrize("breaks", [0, 1])
+def test_what_a_rank_does_not_take_goes_to_the_node(node, rank, breaks, caplog):
+    if breaks:
+        rank.breaks = 1
+    else:
+        rank.server.stop(None).wait()
+    caches = arrays()
+    push(node, caches, streams=1)
+    check_landed(node, caches, ml_dtypes.bfloat16)
+    assert rank.taken <= 1
+    said = [record.getMessage() for record in caplog.records if "the port of a rank" in record.getMessage()]
+    assert len(said) == 1 and rank.address in said[0] and node.address in said[0]
+
+
+def test_heads_are_cut_where_ranks_part(node):
+    with Pusher(node.address) as pusher:
+        pusher.rank_ports = [ingest_pb2.RankPort(address="a:1", head_begin=2, head_end=4),
+                             ingest_pb2.RankPort(address="b:1", head_begin=4, head_end=6)]
+        assert pusher.head_parts((0, 8)) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+        assert pusher.head_parts((3, 5)) == [(3, 4), (4, 5)]
+        assert pusher.head_parts((2, 4)) == [(2, 4)]
 
 
 def test_an_exception_aborts_the_transfer(node):

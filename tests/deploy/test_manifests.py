@@ -5,7 +5,7 @@ import importlib.util
 import jsonschema
 import kubernetes_validate
 import pytest
-from manifests import OVERLAYS, ROOT, documents, matches, nodes_of, of_kind, validate, workloads
+from manifests import OVERLAYS, POD_ADDRESS, ROOT, documents, matches, nodes_of, of_kind, validate, workloads
 
 pytestmark = pytest.mark.parametrize("overlay", OVERLAYS)
 REFUSED = (jsonschema.ValidationError, kubernetes_validate.ValidationError)
@@ -184,6 +184,23 @@ def test_ranks_in_pods_of_their_own_reach_one_another_and_nobody_else_does(overl
         for stranger in others:
             assert not allowed(policies, "ingress", one.labels, stranger, port)
     assert ranks or overlay != "ranks-hosts"
+
+
+def test_prefill_nodes_reach_the_ranks_that_take_their_own_caches(overlay):
+    docs = documents(overlay)
+    policies = of_kind(docs, "NetworkPolicy")
+    takes = [w for w in workloads(docs) if w.env.get("SLUICE_RANK_INGEST_LISTEN")]
+    senders = [node for node in nodes_of(docs) if node.program == "sluice-prefill"]
+    stranger = {"app.kubernetes.io/name": "other"}
+    for rank in takes:
+        port = rank.ports["ranks-ingest"]
+        assert rank.env["SLUICE_RANK_INGEST_LISTEN"] == f"0.0.0.0:{port}"
+        assert rank.env["SLUICE_RANK_INGEST_ADVERTISE"] == f"{POD_ADDRESS}:{port}"
+        for sender in senders:
+            assert allowed(policies, "ingress", rank.labels, sender.labels, port)
+            assert allowed(policies, "egress", sender.labels, rank.labels, port)
+        assert not allowed(policies, "ingress", rank.labels, stranger, port)
+    assert takes or overlay != "ranks-hosts"
 
 
 def test_a_pool_has_the_decode_nodes_and_its_picker_and_gateway_reach_their_ports(overlay):

@@ -170,7 +170,10 @@ def test_ranks_in_pods_of_their_own_have_what_their_leader_has(tmp_path):
         assert group["size"] == int(leader.env["SLUICE_TENSOR_PARALLEL"]) == int(worker.env["SLUICE_TENSOR_PARALLEL"])
         assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
         assert worker.container["resources"] == leader.container["resources"]
-        assert set(leader.ports) - set(worker.ports) == {"grpc", "ranks"} and worker.ports.items() <= leader.ports.items()
+        assert set(leader.ports) - set(worker.ports) == {"grpc", "ranks"}
+        # The leader's own port takes the caches of its heads.
+        assert set(worker.ports) - set(leader.ports) == {"ranks-ingest"}
+        assert worker.ports["admin"] == leader.ports["admin"] and not leader.env.get("SLUICE_RANK_INGEST_LISTEN")
         # The environment of a LeaderWorkerSet gives leader and rank, and the configuration must not.
         for node in ranks:
             config = config_of(docs, node, tmp_path)

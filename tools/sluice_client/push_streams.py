@@ -1,5 +1,6 @@
 """The streams of a push: chunks wait in a queue, and a stream that breaks is opened again."""
 
+import logging
 import queue
 import threading
 import time
@@ -13,6 +14,9 @@ from sluice.v1 import ingest_pb2, ingest_pb2_grpc
 from sluice_client import rpc
 from sluice_client.errors import ToolError
 
+_log = logging.getLogger(__name__)
+# A rank's port that does not take a connection for so long is left alone.
+_CONNECT_S = 2.0
 # Maximum number of chunks that wait for a stream, 4 MiB.
 _QUEUE_CHUNKS = 4
 # The node is taken to be stuck after so long without progress.
@@ -71,12 +75,19 @@ class Chunk:
 
 
 class PushStream(threading.Thread):
-    """One Write stream, which is opened again when it breaks. commit() finds the chunks that it loses missing."""
+    """One Write stream, which is opened again when it breaks. commit() finds the chunks that it loses missing.
 
-    def __init__(self, address: str, transfer_id: str):
+    With `home`, `address` is the port of a rank of the node at `home`: when the stream to it breaks, or it cannot be
+    reached, what follows goes to `home`.
+    """
+
+    def __init__(self, address: str, transfer_id: str, home: str = ""):
         super().__init__(daemon=True)
         self._address = address
         self._transfer_id = transfer_id
+        self._home = home
+        # The rank's port failed: chunks go to `home`.
+        self.left_rank = False
         # None in the queue wakes the reader up, so that it sees _closing at once.
         self._queue: queue.Queue[Chunk | None] = queue.Queue(_QUEUE_CHUNKS)
         self._closing = threading.Event()
@@ -116,23 +127,49 @@ class PushStream(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        failures = 0
+        if self._home and not self._send_to_rank():
+            self._address = self._home
+        elif self._home:
+            return
+        self._send_to(self._address)
+
+    def _send_to_rank(self) -> bool:
+        """Sends to the rank's port. Returns whether nothing is left to be sent elsewhere."""
         with rpc.open_channel(self._address) as channel:
+            try:
+                grpc.channel_ready_future(channel).result(_CONNECT_S)
+                error = self._call(ingest_pb2_grpc.KvIngestStub(channel))
+            except grpc.FutureTimeoutError:
+                error = "it cannot be reached"
+        if error is None or self.error is not None or self._abandoned.is_set():
+            return True
+        self.left_rank = True
+        _log.warning("%s, the port of a rank, takes no caches: sending to %s: %s", self._address, self._home,
+                     error if isinstance(error, str) else rpc.explain(error, self._address))
+        return False
+
+    def _call(self, stub: ingest_pb2_grpc.KvIngestStub) -> Exception | None:
+        """Runs one call to its end. Returns its error, if it has one that counts."""
+        over = threading.Event()
+        call = stub.Write.future(self._messages(over))
+        call.add_done_callback(lambda _, event=over: event.set())
+        while not over.wait(0.1):
+            if self._abandoned.is_set():
+                call.cancel()
+        return None if call.cancelled() else call.exception()
+
+    def _send_to(self, address: str) -> None:
+        failures = 0
+        with rpc.open_channel(address) as channel:
             stub = ingest_pb2_grpc.KvIngestStub(channel)
             while not self._abandoned.is_set():
-                over = threading.Event()
-                call = stub.Write.future(self._messages(over))
-                call.add_done_callback(lambda _, event=over: event.set())
-                while not over.wait(0.1):
-                    if self._abandoned.is_set():
-                        call.cancel()
-                error = None if call.cancelled() else call.exception()
+                error = self._call(stub)
                 if self.error is not None or self._abandoned.is_set():
                     return
                 if error is not None:
                     failures += 1
                     if not resumable(error) or failures > MAX_RESUMES:
-                        self.error = PushError(rpc.explain(error, self._address), error)
+                        self.error = PushError(rpc.explain(error, address), error)
                         return
                     self._abandoned.wait(pause_s(failures - 1))
                 if self._closing.is_set() and self._queue.empty():

@@ -17,7 +17,7 @@ One thread uses a Pusher; its streams have threads of their own.
 """
 
 import time
-from typing import Callable
+from typing import Callable, Iterable
 
 import grpc
 import numpy as np
@@ -48,8 +48,9 @@ class Pusher:
         self._channel = rpc.open_channel(decode_address)
         self._ingest = ingest_pb2_grpc.KvIngestStub(self._channel)
         self._stream_count = streams
-        self._streams: list[PushStream] = []
+        self._streams: dict[str, list[PushStream]] = {}  # by address
         self._next = 0
+        self.rank_ports: list[ingest_pb2.RankPort] = []  # of ranks that take some heads themselves
         self._chunks: list[Chunk] = []
         self.max_chunk_bytes = _CHUNK_BYTES
         self.transfer_id = ""
@@ -89,19 +90,21 @@ class Pusher:
         self.lease_seconds = answer.lease.ToNanoseconds() * 1e-9
         self.hint_tokens = answer.hint_tokens
         self.hint_queries = answer.hint_queries
+        self.rank_ports = list(answer.rank_ports)
         return self.transfer_id
 
     def attach(self, transfer_id: str, context_length: int, max_chunk_bytes: int = 0,
-               cached_tokens: int = 0) -> None:
+               cached_tokens: int = 0, rank_ports: Iterable[ingest_pb2.RankPort] = ()) -> None:
         """Sends into a transfer that another process has reserved and commits, as each rank of a prefill node does.
 
-        settle() then stands in place of commit(). `max_chunk_bytes` and `cached_tokens` are those of the reservation;
-        0: the default, and none.
+        settle() then stands in place of commit(). `max_chunk_bytes`, `cached_tokens` and `rank_ports` are those of the
+        reservation; 0: the default, and none.
         """
         self.transfer_id = transfer_id
         self.context_length = context_length
         self.max_chunk_bytes = min(_CHUNK_BYTES, max_chunk_bytes or _CHUNK_BYTES)
         self.cached_tokens = cached_tokens
+        self.rank_ports = list(rank_ports)
 
     def settle(self) -> None:
         """Waits until all chunks that were written here have landed, and sends lost ones again; then detaches."""
@@ -120,7 +123,7 @@ class Pusher:
 
     def abandon(self) -> None:
         """Stops sending at once and detaches. The transfer itself goes on, or ends by another's abort or its lease."""
-        for stream in self._streams:
+        for stream in self._open_streams():
             stream.abandon()
         self._streams.clear()
         self._chunks.clear()
@@ -191,6 +194,12 @@ class Pusher:
         """Returns how many tokens a chunk of so many heads has: whole blocks, at least one."""
         blocks = self.max_chunk_bytes // layout.payload_bytes(kind, heads, kind.block_tokens)
         return max(1, blocks) * kind.block_tokens
+
+    def head_parts(self, heads: tuple[int, int]) -> list[tuple[int, int]]:
+        """Cuts a range of heads so that each part goes to one address."""
+        edges = {edge for port in self.rank_ports for edge in (port.head_begin, port.head_end)}
+        cuts = [heads[0], *sorted(edge for edge in edges if heads[0] < edge < heads[1]), heads[1]]
+        return list(zip(cuts, cuts[1:]))
 
     def commit(self, first_tokens: list[int | common_pb2.Token] = (),
                hints: ingest_pb2.Hints | None = None) -> str:
@@ -266,15 +275,18 @@ class Pusher:
         """Sends the arrays of `sources`, cut into chunks."""
         if any(callable(a) for a in sources):
             arrays = None  # The callables make them again, so that nothing is kept.
-        step = self.chunk_tokens(kind, heads[1] - heads[0])
         known = self.cached_tokens // kind.block_tokens * kind.block_tokens
-        for begin in range(max(0, known - token_begin), tokens, step):
-            end = min(begin + step, tokens)
+        for part in self.head_parts(heads):
+            own = slice(part[0] - heads[0], part[1] - heads[0])
+            step = self.chunk_tokens(kind, part[1] - part[0])
+            for begin in range(max(0, known - token_begin), tokens, step):
+                end = min(begin + step, tokens)
 
-            def payload(begin=begin, end=end, arrays=arrays):
-                return layout.pack(kind, to_parts(kind, *(a[begin:end] for a in arrays or _made(sources))))
+                def payload(begin=begin, end=end, own=own, arrays=arrays):
+                    parts = to_parts(kind, *(a[begin:end] for a in arrays or _made(sources)))
+                    return layout.pack(kind, [p[:, own] for p in parts])
 
-            self._send(Chunk(layer, kind.name, heads, (token_begin + begin, token_begin + end), payload))
+                self._send(Chunk(layer, kind.name, part, (token_begin + begin, token_begin + end), payload))
 
     def _kind(self, name: str) -> common_pb2.CacheKind:
         if name not in self.kinds:
@@ -291,15 +303,33 @@ class Pusher:
         self._post(chunk)
 
     def _post(self, chunk: Chunk) -> None:
-        if len(self._streams) < self._stream_count:
-            self._streams.append(PushStream(self.address, self.transfer_id))
-        self._next = (self._next + 1) % len(self._streams)
-        self._streams[self._next].put(chunk)
+        address = self._address_of(chunk.heads)
+        streams = self._streams.setdefault(address, [])
+        self._note_lost(address, streams)
+        if len(streams) < self._stream_count:
+            streams.append(PushStream(address, self.transfer_id, self.address if address != self.address else ""))
+        self._next += 1
+        streams[self._next % len(streams)].put(chunk)
+
+    def _note_lost(self, address: str, streams: list[PushStream]) -> None:
+        """Sends nothing more to a rank's port that failed. What was sent there and did not land comes again."""
+        if any(stream.left_rank for stream in streams):
+            self.rank_ports = [port for port in self.rank_ports if port.address != address]
+
+    def _address_of(self, heads: tuple[int, int]) -> str:
+        """Returns the port of the rank that has all of these heads, or the node's own address."""
+        return next((port.address for port in self.rank_ports
+                     if port.head_begin <= heads[0] and heads[1] <= port.head_end), self.address)
+
+    def _open_streams(self) -> list[PushStream]:
+        return [stream for streams in self._streams.values() for stream in streams]
 
     def _finish_streams(self) -> None:
-        streams, self._streams = self._streams, []
-        for stream in streams:
-            stream.finish()
+        streams, self._streams = self._streams, {}
+        for address, those in streams.items():
+            for stream in those:
+                stream.finish()
+            self._note_lost(address, those)
 
     def _send_missing(self, error: grpc.RpcError) -> bool:
         """Posts every kept chunk that meets a missing range. Returns whether every range meets one."""

@@ -64,6 +64,7 @@ constexpr Rule kRules[] = {
     // Ranks of one node, which all are decode nodes to others.
     {"/sluice.v1.RankService/Join", kDecodes},
     {"/sluice.v1.RankService/Land", kDecodes},
+    {"/sluice.v1.RankService/Claim", kDecodes},
 
     {"/sluice.v1.Admin/GetModel", kAnybody},
     {"/sluice.v1.Admin/GetCapacity", kWatchers},

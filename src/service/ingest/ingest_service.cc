@@ -1,8 +1,6 @@
 #include "src/service/ingest/ingest_service.h"
 
 #include <grpcpp/grpcpp.h>
-#include <grpcpp/support/proto_buffer_reader.h>
-#include <grpcpp/support/proto_buffer_writer.h>
 
 #include <memory>
 #include <optional>
@@ -17,130 +15,18 @@
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/service/access/caller.h"
-#include "src/service/ingest/landing_sink.h"
+#include "src/service/ingest/claimed_writes.h"
 #include "src/service/ingest/transfer_watch.h"
-#include "src/service/ingest/write_parser.h"
-#include "src/service/wire/call_record.h"
+#include "src/service/ingest/transfer_writes.h"
+#include "src/service/ingest/write_stream.h"
 #include "src/service/wire/guarded.h"
 #include "src/service/wire/proto_conversion.h"
-#include "src/service/wire/read_ahead.h"
 #include "src/service/wire/status_mapping.h"
 
 namespace sluice {
 namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
-
-// Lands a caller's chunks in its own transfers only.
-class OwnLandingSink : public LandingSink {
- public:
-  // `tenant` is the tenant to whom the transfers must belong, and empty for any. `known` is a
-  // transfer that was checked already.
-  OwnLandingSink(TransferTable* transfers, const std::string& tenant, const std::string& known)
-      : LandingSink(transfers), transfers_(transfers), tenant_(tenant), known_(known) {}
-
-  absl::Status Begin(const ChunkHeader& header, uint64_t payload_bytes) override {
-    if (!tenant_.empty() && header.transfer_id != known_) {
-      SLUICE_RETURN_IF_ERROR(transfers_->CheckOwner(header.transfer_id, tenant_));
-    }
-    return LandingSink::Begin(header, payload_bytes);
-  }
-
- private:
-  TransferTable* const transfers_;
-  const std::string& tenant_;
-  const std::string& known_;
-};
-
-void NoteTransfer(const grpc::ServerContextBase& context, const std::string& id,
-                  uint64_t bytes = 0) {
-  NoteCall(context, [&](CallFields& call) {
-    call.transfer_id = id.substr(0, kMaxNameBytes);
-    call.bytes = bytes;
-  });
-}
-
-// One Write stream. Its chunks land one after the other.
-class WriteReactor : private ReadAhead, public grpc::ServerReadReactor<grpc::ByteBuffer> {
- public:
-  WriteReactor(const IngestServiceOptions& options, TransferWatch* watch,
-               grpc::CallbackServerContext* context, grpc::ByteBuffer* response)
-      : options_(options),
-        watch_(watch),
-        context_(context),
-        response_(response),
-        tenant_(CallerOf(options.access, *context).tenant) {
-    ReadOn();
-  }
-
-  void OnReadDone(bool ok) override { ReadDone(ok); }
-  void OnDone() override { delete this; }
-
- private:
-  void Read(grpc::ByteBuffer* message) override { StartRead(message); }
-  absl::Status Take(grpc::ByteBuffer* message) override {
-    return Guarded("Write", [&] { return Land(message); });
-  }
-  void Ended(const absl::Status& status) override {
-    const bool cancelled = status.ok() && context_->IsCancelled();
-    FinishWith(cancelled ? absl::CancelledError("the stream was cancelled") : status);
-  }
-
-  absl::Status Land(grpc::ByteBuffer* message) {
-    grpc::ProtoBufferReader reader(message);
-    if (!reader.status().ok()) return InvalidField("message", "is not readable");
-    OwnLandingSink sink(options_.transfers, tenant_, owned_);
-    const absl::Status begun = ParseWriteRequest(&reader, message->Length(), sink);
-    const bool first = sink.transfer_id() != transfer_id_;
-    if (first) transfer_id_ = sink.transfer_id().substr(0, kMaxNameBytes);
-    SLUICE_RETURN_IF_ERROR(begun);
-    owned_ = transfer_id_;
-    if (first) watch_->StreamBegan(transfer_id_);
-    const absl::StatusOr<uint64_t> blocks = sink.Finish();
-    watch_->ChunkEnded(blocks, sink.bytes());
-    SLUICE_RETURN_IF_ERROR(blocks.status());
-    blocks_landed_ += *blocks;
-    bytes_landed_ += sink.bytes();
-    // The failpoint is passed once for every chunk that has landed. The chunks that follow it are
-    // lost, however far ahead was read.
-    if (SLUICE_FAILPOINT(kIngestReset)) {
-      context_->TryCancel();
-      return absl::CancelledError("failpoint ingest.reset");
-    }
-    return absl::OkStatus();
-  }
-
-  void FinishWith(const absl::Status& status) {
-    if (SLUICE_FAILPOINT(kIngestWriteAnswer)) context_->TryCancel();
-    NoteTransfer(*context_, transfer_id_, bytes_landed_);
-    if (!status.ok()) {
-      watch_->StreamBroke(transfer_id_, status);
-      Finish(ToGrpcStatus(status));
-      return;
-    }
-    v1::WriteResponse response;
-    response.set_blocks_landed(blocks_landed_);
-    response.set_bytes_landed(bytes_landed_);
-    // Reports the last transfer that this stream wrote to, which is usually its only one.
-    if (!transfer_id_.empty()) {
-      response.set_blocks_missing(options_.transfers->BlocksMissing(transfer_id_));
-    }
-    bool own_buffer = false;
-    Finish(grpc::GenericSerialize<grpc::ProtoBufferWriter, v1::WriteResponse>(response, response_,
-                                                                              &own_buffer));
-  }
-
-  const IngestServiceOptions& options_;
-  TransferWatch* const watch_;
-  grpc::CallbackServerContext* const context_;
-  grpc::ByteBuffer* const response_;
-  const std::string tenant_;  // the caller's tenant; empty if it may act for any
-  // Used by the thread that lands.
-  std::string transfer_id_;  // named by the last accepted chunk
-  std::string owned_;        // the last transfer that was found to be the caller's
-  uint64_t blocks_landed_ = 0;
-  uint64_t bytes_landed_ = 0;
-};
 
 using IngestBase =
     v1::KvIngest::WithRawCallbackMethod_Write<v1::KvIngest::WithCallbackMethod_Reserve<
@@ -150,7 +36,14 @@ using IngestBase =
 class IngestService final : public IngestBase {
  public:
   explicit IngestService(const IngestServiceOptions& options)
-      : options_(options), watch_(*options.metrics, RealClock(), options.log_prompts) {}
+      : options_(options), watch_(*options.metrics, RealClock(), options.log_prompts) {
+    if (options_.claims == nullptr) return;
+    options_.claims->ServeWith(
+        [this](int rank) { return NewClaimStream(rank, options_.transfers, &watch_); });
+  }
+  ~IngestService() override {
+    if (options_.claims != nullptr) options_.claims->ServeWith(nullptr);
+  }
 
   grpc::ServerUnaryReactor* Reserve(grpc::CallbackServerContext* context,
                                     const v1::ReserveRequest* request,
@@ -164,7 +57,10 @@ class IngestService final : public IngestBase {
 
   grpc::ServerReadReactor<grpc::ByteBuffer>* Write(grpc::CallbackServerContext* context,
                                                    grpc::ByteBuffer* response) override {
-    return new WriteReactor(options_, &watch_, context, response);  // deletes itself
+    return NewWriteStream(
+        context, response,
+        std::make_unique<TransferWrites>(options_.transfers, &watch_,
+                                         CallerOf(options_.access, *context).tenant));
   }
 
   grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,
@@ -238,6 +134,14 @@ class IngestService final : public IngestBase {
     response.set_hint_tokens(static_cast<uint64_t>(reserved.hint_tokens));
     response.set_hint_queries(static_cast<uint64_t>(reserved.hint_queries));
     response.set_cached_tokens(static_cast<uint64_t>(reserved.cached_tokens));
+    for (const RankHeads& heads : reserved.rank_heads) {
+      const auto rank = static_cast<size_t>(heads.rank);
+      if (rank >= options_.rank_addresses.size() || options_.rank_addresses[rank].empty()) continue;
+      v1::RankPort* const port = response.add_rank_ports();
+      port->set_address(options_.rank_addresses[rank]);
+      port->set_head_begin(heads.begin);
+      port->set_head_end(heads.end);
+    }
     return absl::OkStatus();
   }
 

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "src/base/readiness.h"
 #include "src/kv/transfer_table.h"
@@ -11,6 +13,7 @@
 namespace sluice {
 
 class Access;
+class ChunkClaims;
 class Metrics;
 
 struct IngestServiceOptions {
@@ -22,6 +25,10 @@ struct IngestServiceOptions {
   const Access* access = nullptr;  // null without TLS
   // Whether the token ids of prompts are written into the log.
   bool log_prompts = false;
+  // Serves chunks that come to other ranks' ports; outlives the service. Null: they have none.
+  ChunkClaims* claims = nullptr;
+  // By rank: where it takes chunks of its own heads; empty: nowhere.
+  std::vector<std::string> rank_addresses;
 };
 
 GrpcService NewIngestService(const IngestServiceOptions& options);

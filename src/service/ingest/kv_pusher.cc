@@ -11,7 +11,6 @@
 #include "src/base/logging.h"
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
-#include "src/service/wire/chunking.h"
 #include "src/service/wire/proto_conversion.h"
 #include "src/service/wire/status_mapping.h"
 
@@ -55,17 +54,20 @@ absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::Cli
 }
 
 KvPusher::KvPusher(v1::KvIngest::Stub* stub, Options options)
-    : stub_(stub), options_(std::move(options)), thread_([this] { SendLoop(); }) {}
+    : stub_(stub),
+      options_(std::move(options)),
+      to_rank_(options_.rank_stub != nullptr),
+      thread_([this] { SendLoop(); }) {}
 
 KvPusher::~KvPusher() {
   if (thread_.joinable()) (void)Abandon();
 }
 
 absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
-                             absl::Span<const absl::Span<const uint8_t>> pieces) {
+                             absl::Span<const absl::Span<const uint8_t>> pieces, HeadRange heads) {
   SLUICE_ASSIGN_OR_RETURN(const std::vector<ChunkPlan> chunks,
-                          PlanChunksFrom(kind, token_begin, token_end, options_.cached_tokens,
-                                         options_.max_chunk_bytes));
+                          PlanChunksOfHeads(kind, token_begin, token_end, options_.cached_tokens,
+                                            options_.max_chunk_bytes, heads));
   for (const ChunkPlan& plan : chunks) {
     v1::WriteRequest chunk;
     v1::ChunkHeader* header = chunk.mutable_header();
@@ -77,7 +79,7 @@ absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, 
     header->set_token_begin(plan.token_begin);
     header->set_token_end(plan.token_end);
     if (options_.filter && !Overlaps(*header, options_.missing)) continue;
-    *chunk.mutable_payload() = CopyRange(pieces, plan.offset, plan.bytes);
+    *chunk.mutable_payload() = CopyChunk(kind, token_begin, plan, pieces);
     header->set_crc32c(
         Crc32c({reinterpret_cast<const uint8_t*>(chunk.payload().data()), chunk.payload().size()}));
     SLUICE_RETURN_IF_ERROR(Enqueue(std::move(chunk)));
@@ -96,7 +98,22 @@ absl::Status KvPusher::Enqueue(v1::WriteRequest chunk) {
 }
 
 void KvPusher::SendLoop() {
-  absl::Status status = SendStream();
+  absl::Status status;
+  if (to_rank_) {
+    status = ReachesRank() ? SendStream() : absl::UnavailableError("no connection comes about");
+    to_rank_ = false;
+    if (!status.ok()) {
+      // The node's own address takes everything, and says what is wrong if it is the transfer.
+      Log(LogLevel::kWarn, "a rank's port takes no caches: sending to the node's own address",
+          {{"transfer_id", options_.transfer_id},
+           {"rank_address", options_.rank_address},
+           {"error", status.ToString()}});
+      status = PrepareResume(0);
+      if (status.ok()) status = SendStream();
+    }
+  } else {
+    status = SendStream();
+  }
   for (int resume = 0; resume < kMaxResumes && MayMend(status); ++resume) {
     Log(LogLevel::kWarn, "a push broke: sending what is missing",
         {{"transfer_id", options_.transfer_id}, {"error", status.ToString()}});
@@ -108,6 +125,17 @@ void KvPusher::SendLoop() {
   broken_ = !status.ok();
 }
 
+bool KvPusher::ReachesRank() const {
+  const auto deadline = absl::ToChronoTime(absl::Now() + kConnectTime);
+  grpc::Channel& channel = *options_.rank_channel;
+  for (grpc_connectivity_state state = channel.GetState(true); state != GRPC_CHANNEL_READY;
+       state = channel.GetState(true)) {
+    if (state == GRPC_CHANNEL_TRANSIENT_FAILURE || state == GRPC_CHANNEL_SHUTDOWN) return false;
+    if (!channel.WaitForStateChange(state, deadline)) return false;
+  }
+  return true;
+}
+
 absl::Status KvPusher::SendStream() {
   const std::unique_ptr<grpc::ClientContext> context = options_.stream_context();
   {
@@ -116,7 +144,7 @@ absl::Status KvPusher::SendStream() {
     context_ = context.get();
   }
   v1::WriteResponse response;
-  const auto writer = stub_->Write(context.get(), &response);
+  const auto writer = (to_rank_ ? options_.rank_stub : stub_)->Write(context.get(), &response);
   bool sent = true;
   while (sent) {
     v1::WriteRequest chunk;

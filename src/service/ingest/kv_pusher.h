@@ -3,6 +3,7 @@
 // again and goes on with the chunks that have not landed.
 #pragma once
 
+#include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
 
 #include <cstdint>
@@ -21,6 +22,7 @@
 #include "sluice/v1/ingest.grpc.pb.h"
 #include "src/kv/transfer_table.h"
 #include "src/prefill/prefiller.h"
+#include "src/service/wire/chunking.h"
 
 namespace sluice {
 
@@ -56,15 +58,21 @@ class KvPusher {
     // They make the contexts of a stream and of other calls, with their deadlines.
     std::function<std::unique_ptr<grpc::ClientContext>()> stream_context, call_context;
     uint64_t max_kept_bytes = kMaxKeptBytes;
+    // The port of a rank that takes the chunks (ReserveResponse.rank_ports), and its channel; null:
+    // there is none. When the first stream to it breaks, or it cannot be reached, what is missing
+    // goes to `stub`'s node. The rank's stub outlives the pusher.
+    v1::KvIngest::Stub* rank_stub = nullptr;
+    std::shared_ptr<grpc::Channel> rank_channel;
+    std::string rank_address;
   };
   KvPusher(v1::KvIngest::Stub* stub, Options options);
   // Cancels the stream if it is still open.
   ~KvPusher();
 
-  // Takes a layer, as LayerSink::Layer says. Blocks while kMaxQueuedBytes wait to be sent. Fails
-  // once the stream is broken for good.
+  // Takes these heads of a layer, as LayerSink::Layer says. Blocks while kMaxQueuedBytes wait to be
+  // sent. Fails once the stream is broken for good.
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
-                     absl::Span<const absl::Span<const uint8_t>> pieces);
+                     absl::Span<const absl::Span<const uint8_t>> pieces, HeadRange heads);
 
   // Sends what is queued, closes the stream, and returns the decode node's status.
   absl::Status Finish();
@@ -75,14 +83,18 @@ class KvPusher {
   absl::Time first_sent() const { return first_sent_; }  // InfiniteFuture if nothing was sent
 
  private:
-  // Memory for one running prompt, enough to cover the time of a slow write.
+  // Memory for one running prompt and address that it goes to, enough to cover the time of a slow
+  // write.
   static constexpr uint64_t kMaxQueuedBytes = 32 << 20;
   static constexpr int kMaxResumes = 5;
+  static constexpr absl::Duration kConnectTime = absl::Seconds(2);
 
   absl::Status Enqueue(v1::WriteRequest chunk);
   void SendLoop();
   // Runs one stream to its end. Returns OK if everything was sent and the node has answered.
   absl::Status SendStream();
+  // Returns whether the rank's port can be reached, soon.
+  bool ReachesRank() const;
   // Pauses, asks what has landed, and queues the kept chunks that have not landed again.
   absl::Status PrepareResume(int resume);
   void Keep(v1::WriteRequest chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -104,6 +116,7 @@ class KvPusher {
   bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;
 
+  bool to_rank_ = false;  // the sending thread's
   // The sending thread writes these; they are read after it was joined.
   absl::Status status_;
   uint64_t bytes_sent_ = 0;

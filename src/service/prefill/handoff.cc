@@ -13,7 +13,7 @@
 #include "src/base/logging.h"
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
-#include "src/service/ingest/kv_pusher.h"
+#include "src/service/ingest/rank_pushers.h"
 #include "src/service/wire/proto_conversion.h"
 #include "src/service/wire/status_mapping.h"
 #include "src/service/wire/trace_headers.h"
@@ -47,7 +47,8 @@ class Handoff::Sink : public LayerSink {
     options.stream_context = [h = handoff_] { return h->NewContext(h->options_.push_timeout); };
     options.call_context = [h = handoff_] { return h->NewContext(h->options_.call_timeout); };
     options.max_kept_bytes = handoff_->options_.max_kept_bytes;
-    pusher_.emplace(handoff_->stub_.get(), std::move(options));
+    pusher_.emplace(handoff_->stub_.get(), std::move(options), handoff_->rank_ports_,
+                    handoff_->options_.channel_to);
     return absl::OkStatus();
   }
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
@@ -59,12 +60,12 @@ class Handoff::Sink : public LayerSink {
   int64_t hint_tokens() const override { return handoff_->hint_tokens_; }
   bool wants_queries() const override { return handoff_->wants_queries_; }
   // Null before Begin.
-  KvPusher* pusher() { return pusher_.has_value() ? &*pusher_ : nullptr; }
+  RankPushers* pusher() { return pusher_.has_value() ? &*pusher_ : nullptr; }
 
  private:
   Handoff* const handoff_;
   const std::vector<MissingRange>* const missing_;
-  std::optional<KvPusher> pusher_;
+  std::optional<RankPushers> pusher_;
 };
 
 Handoff::Handoff(Options options)
@@ -109,6 +110,7 @@ absl::Status Handoff::Reserve() {
   cached_tokens_ =
       static_cast<int64_t>(std::min<uint64_t>(reserved.cached_tokens(), options_.prompt.size()));
   hint_tokens_ = static_cast<int64_t>(std::min<uint64_t>(reserved.hint_tokens(), INT64_MAX));
+  rank_ports_ = reserved.rank_ports();
   wants_queries_ = reserved.hint_queries() > 0;
   return absl::OkStatus();
 }
@@ -120,7 +122,7 @@ absl::Status Handoff::Attempt(const std::vector<MissingRange>* missing, v1::RunR
       options_.prompt, options_.sampling, options_.want_first_token, sink, options_.cancelled);
   // the prompt was refused, by Reserve or before it
   if (sink.pusher() == nullptr) return result.status();
-  KvPusher& pusher = *sink.pusher();
+  RankPushers& pusher = *sink.pusher();
   // A broken stream ends the computation, and then the stream's error is the one that explains.
   const absl::Status pushed = result.ok() ? pusher.Finish() : pusher.Abandon();
   v1::RunResponse::Timings* timings = response->mutable_timings();

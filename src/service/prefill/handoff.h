@@ -27,6 +27,8 @@ class Handoff {
     Prefiller* prefiller = nullptr;
     std::shared_ptr<grpc::Channel> channel;
     std::string decode_address;  // for messages
+    // Makes channels to ports of the decode node's ranks; null: all goes to `channel`.
+    std::function<std::shared_ptr<grpc::Channel>(const std::string& address)> channel_to;
     v1::ReserveRequest reserve;
     std::vector<int32_t> prompt;
     SamplingParams sampling;
@@ -63,6 +65,7 @@ class Handoff {
   int64_t cached_tokens_ = 0;  // leading tokens that the decode node has
   int64_t hint_tokens_ = 0;    // that the decode node takes
   bool wants_queries_ = false;
+  google::protobuf::RepeatedPtrField<v1::RankPort> rank_ports_;
   absl::Time first_sent_ = absl::InfiniteFuture();
   bool retryable_ = false;  // sending again may mend the failure of the last attempt
 };

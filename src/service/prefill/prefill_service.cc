@@ -177,6 +177,9 @@ class PrefillService final : public v1::Prefill::CallbackService {
       status = Hold(options, response);
     } else {
       options.channel = options_.channels->Get(options.decode_address);
+      options.channel_to = [channels = options_.channels](const std::string& address) {
+        return channels->Get(address);
+      };
       status = Handoff(std::move(options)).Run(response);
     }
     NoteCall(context, [&](CallFields& call) {

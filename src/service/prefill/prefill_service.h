@@ -42,8 +42,8 @@ struct PrefillServiceOptions {
   // The timeouts of calls to the decode node. The caller's deadline applies if it is earlier.
   absl::Duration call_timeout = absl::Seconds(20);
   absl::Duration push_timeout = absl::Minutes(10);
-  // The limit for each running prompt of the chunks kept in case a broken stream loses them; see
-  // KvPusher.
+  // The limit for each running prompt, and each address that it goes to, of the chunks kept in case
+  // a broken stream loses them; see KvPusher.
   uint64_t max_kept_bytes = uint64_t{48} << 20;
 };
 

@@ -1,13 +1,15 @@
 #include "src/service/ranks/far_memory.h"
 
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/strip.h"
 #include "sluice/v1/ranks.grpc.pb.h"
 #include "src/base/error.h"
-#include "src/base/memory_copy.h"
 #include "src/base/status_macros.h"
+#include "src/service/ranks/range_landing.h"
+#include "src/service/wire/host_port.h"
 
 namespace sluice {
 namespace {
@@ -126,6 +128,7 @@ absl::Status FarMemory::Serve(grpc::ServerContext* context, Stream* stream) {
     }
     ways_[rank].context = context;
     ways_[rank].stream = stream;
+    ways_[rank].ingest_address = SeenAddress(answer.ingest_address(), context->peer());
   }
   Way& way = ways_[rank];
   {
@@ -153,6 +156,11 @@ absl::Status FarMemory::Serve(grpc::ServerContext* context, Stream* stream) {
   return absl::OkStatus();
 }
 
+std::string FarMemory::IngestAddress(int rank) {
+  absl::MutexLock lock(&mutex_);
+  return ways_[static_cast<size_t>(rank)].ingest_address;
+}
+
 void FarMemory::End() {
   absl::MutexLock lock(&mutex_);
   for (Way& way : ways_) {
@@ -160,29 +168,27 @@ void FarMemory::End() {
   }
 }
 
+std::string SeenAddress(const std::string& address, const std::string& peer) {
+  absl::StatusOr<HostPort> own = ParseHostPort(address);
+  if (!own.ok() || !IsAnyHost(own->host)) return address;
+  // gRPC names a peer ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5.
+  const std::string text =
+      absl::StrReplaceAll(peer.substr(peer.find(':') + 1), {{"%5B", "["}, {"%5D", "]"}});
+  const absl::StatusOr<HostPort> seen = ParseHostPort(text);
+  if (!seen.ok()) return "";
+  own->host = std::string(absl::StripPrefix(seen->host, "::ffff:"));
+  return own->ToString();
+}
+
 absl::StatusOr<v1::LandAnswer> Land(const v1::LandRequest& request, const PagePool& pool) {
+  SLUICE_ASSIGN_OR_RETURN(
+      RangeLanding landing,
+      RangeLanding::Begin(request.ranges(), request.payload().size(), pool, /*checksum=*/false));
+  landing.Append(
+      {reinterpret_cast<const uint8_t*>(request.payload().data()), request.payload().size()});
   v1::LandAnswer answer;
   answer.set_number(request.number());
-  const auto* bytes = reinterpret_cast<const uint8_t*>(request.payload().data());
-  uint64_t left = request.payload().size();
-  for (const v1::LandRange& range : request.ranges()) {
-    const size_t kind = range.kind();
-    if (kind >= pool.layout().kinds.size() || range.bytes() > left ||
-        range.offset() > pool.kind_bytes(kind) ||
-        range.bytes() > pool.kind_bytes(kind) - range.offset()) {
-      return absl::InternalError(absl::StrCat("ranks differ: bytes for kind ", kind, " at ",
-                                              range.offset(), " do not fit this rank's pages"));
-    }
-    uint8_t* const to = pool.base(kind) + range.offset();
-    if (range.compare()) {
-      if (std::memcmp(to, bytes, range.bytes()) != 0) answer.set_differs(true);
-    } else {
-      StreamCopy(to, bytes, range.bytes());
-    }
-    bytes += range.bytes();
-    left -= range.bytes();
-  }
-  FenceStreamedStores();
+  answer.set_differs(landing.differs());
   return answer;
 }
 

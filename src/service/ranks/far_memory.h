@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -30,6 +31,8 @@ class FarMemory final : public FarHeads {
   using Stream = grpc::ServerReaderWriter<v1::LandRequest, v1::LandAnswer>;
   // Serves the way to a rank until that rank ends it.
   absl::Status Serve(grpc::ServerContext* context, Stream* stream);
+  // Returns where the rank takes chunks itself, or nothing. REQUIRES: its way was opened.
+  std::string IngestAddress(int rank);
   // Ends all ways, and with them what is under way.
   void End();
 
@@ -41,6 +44,7 @@ class FarMemory final : public FarHeads {
     Stream* stream = nullptr;  // null: there is no way
     int writers = 0;           // that use the stream
     uint64_t number = 0;
+    std::string ingest_address;  // stays when the way ends
     std::map<uint64_t, Writes*> under_way;
   };
   // Sends a request of `writes`. Waits for room on the way.
@@ -52,6 +56,10 @@ class FarMemory final : public FarHeads {
   // By rank; the members but `writing` are guarded by mutex_.
   std::vector<Way> ways_;
 };
+
+// Returns the address with the host of `peer`, as gRPC names it, if its own host stands for all
+// addresses; nothing if the peer has no host.
+std::string SeenAddress(const std::string& address, const std::string& peer);
 
 // Carries a request out in the pool. INTERNAL: it does not fit the pool.
 absl::StatusOr<v1::LandAnswer> Land(const v1::LandRequest& request, const PagePool& pool);

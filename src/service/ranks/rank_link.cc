@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <fstream>
 #include <optional>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "sluice/v1/ranks.grpc.pb.h"
@@ -96,9 +98,15 @@ class Link : public RankLink {
 class Leader final : public Link {
  public:
   explicit Leader(const Options& options)
-      : Link(options), far_(options.size, [this](int rank) {
-          return roster_.Fail(
-              RankLost(rank, absl::StrCat("of '", options_.leader, "' takes no more caches")));
+      : Link(options),
+        far_(options.size,
+             [this](int rank) {
+               return roster_.Fail(
+                   RankLost(rank, absl::StrCat("of '", options_.leader, "' takes no more caches")));
+             }),
+        claims_(options.size, [this](int rank) {
+          return roster_.Fail(RankLost(
+              rank, absl::StrCat("of '", options_.leader, "' ended while a chunk came to it")));
         }) {
     roster_.OnFailure([this] { far_.End(); });
   }
@@ -127,8 +135,15 @@ class Leader final : public Link {
   }
 
   FarHeads* far() override { return &far_; }
-  absl::StatusOr<std::unique_ptr<Landing>> LandIn(const PagePool& /*pool*/) override {
+  ChunkClaims* claims() override { return &claims_; }
+  std::string IngestAddress(int rank) override { return far_.IngestAddress(rank); }
+  absl::StatusOr<std::unique_ptr<Landing>> LandIn(const PagePool& /*pool*/,
+                                                  const std::string& /*ingest_address*/) override {
     SLUICE_CHECK(false, "rank 0 writes to its own pool");
+    return nullptr;
+  }
+  std::unique_ptr<ClaimCall> NewClaimCall() override {
+    SLUICE_CHECK(false, "rank 0 has the transfers itself");
     return nullptr;
   }
 
@@ -147,6 +162,10 @@ class Leader final : public Link {
     grpc::Status Land(grpc::ServerContext* context, FarMemory::Stream* stream) override {
       return ToGrpcStatus(Guarded("Land", [&] { return leader_->far_.Serve(context, stream); }));
     }
+    grpc::Status Claim(grpc::ServerContext* context, ChunkClaims::Stream* stream) override {
+      return ToGrpcStatus(
+          Guarded("Claim", [&] { return leader_->claims_.Serve(context, stream); }));
+    }
     Leader* const leader_;
   };
 
@@ -164,6 +183,7 @@ class Leader final : public Link {
   }
 
   FarMemory far_;
+  ChunkClaims claims_;
   std::unique_ptr<GrpcServer> server_;
 };
 
@@ -174,8 +194,11 @@ class Follower final : public Link {
   explicit Follower(const Options& options)
       : Link(options),
         // A rank must not outlive its node for want of an answer, and messages may be large.
-        channels_(NewChannelCredentials(options.tls), kMaxMessageBytes) {}
+        channels_(NewChannelCredentials(options.tls), kMaxMessageBytes) {
+    roster_.OnFailure([this] { EndClaims(); });
+  }
   ~Follower() override {
+    roster_.OnFailure(nullptr);
     if (stream_ == nullptr) return;
     roster_.Leave(kLeave);
     context_->TryCancel();
@@ -200,6 +223,7 @@ class Follower final : public Link {
       v1::RankMessage message;
       while (stream_->Read(&message)) roster_.Take(0, message);
       roster_.Ended(0, FromGrpcStatus(stream_->Finish()));
+      EndClaims();
     });
     return absl::OkStatus();
   }
@@ -208,9 +232,38 @@ class Follower final : public Link {
     SLUICE_CHECK(false, "rank 0 alone writes to others");
     return nullptr;
   }
-  absl::StatusOr<std::unique_ptr<Landing>> LandIn(const PagePool& pool) override;
+  ChunkClaims* claims() override {
+    SLUICE_CHECK(false, "rank 0 alone has the transfers");
+    return nullptr;
+  }
+  std::string IngestAddress(int /*rank*/) override {
+    SLUICE_CHECK(false, "rank 0 alone tells senders");
+    return "";
+  }
+  absl::StatusOr<std::unique_ptr<Landing>> LandIn(const PagePool& pool,
+                                                  const std::string& ingest_address) override;
+  std::unique_ptr<ClaimCall> NewClaimCall() override {
+    absl::MutexLock lock(&claims_mutex_);
+    auto call = std::make_unique<ClaimCall>(
+        rank(), channels_.Get(options_.leader, 2), [this] { return roster_.Landed(); },
+        [this] { return roster_.failure(); },
+        [this](ClaimCall* gone) {
+          absl::MutexLock forgetting(&claims_mutex_);
+          claim_calls_.erase(gone);
+        });
+    if (claims_ended_) call->Cancel();
+    claim_calls_.insert(call.get());
+    return call;
+  }
 
  private:
+  // Nobody answers claims any more, and whoever waits for an answer is to know.
+  void EndClaims() {
+    absl::MutexLock lock(&claims_mutex_);
+    claims_ended_ = true;
+    for (ClaimCall* const call : claim_calls_) call->Cancel();
+  }
+
   using Stream = grpc::ClientReaderWriter<v1::RankMessage, v1::RankMessage>;
   // Asks rank 0 once to be taken in, and waits for its welcome.
   absl::Status Ask(absl::Time give_up) {
@@ -261,6 +314,9 @@ class Follower final : public Link {
   bool told_why_ = false;
   std::unique_ptr<grpc::ClientContext> context_;
   std::unique_ptr<Stream> stream_;
+  absl::Mutex claims_mutex_;
+  std::set<ClaimCall*> claim_calls_ ABSL_GUARDED_BY(claims_mutex_);
+  bool claims_ended_ ABSL_GUARDED_BY(claims_mutex_) = false;
   std::thread says_, hears_;
 };
 
@@ -279,9 +335,10 @@ class LandingThread final : public RankLink::Landing {
     stream_->Finish();
   }
 
-  absl::Status Open(int rank) {
+  absl::Status Open(int rank, const std::string& ingest_address) {
     v1::LandAnswer hello;
     hello.set_rank(static_cast<uint32_t>(rank));
+    hello.set_ingest_address(ingest_address);
     v1::LandRequest open;
     if (!stream_->Write(hello) || !stream_->Read(&open)) {
       const absl::Status status = FromGrpcStatus(stream_->Finish());
@@ -313,9 +370,10 @@ class LandingThread final : public RankLink::Landing {
   std::thread thread_;
 };
 
-absl::StatusOr<std::unique_ptr<RankLink::Landing>> Follower::LandIn(const PagePool& pool) {
+absl::StatusOr<std::unique_ptr<RankLink::Landing>> Follower::LandIn(
+    const PagePool& pool, const std::string& ingest_address) {
   auto landing = std::make_unique<LandingThread>(channels_.Get(options_.leader, 1), pool, &roster_);
-  SLUICE_RETURN_IF_ERROR(landing->Open(rank()));
+  SLUICE_RETURN_IF_ERROR(landing->Open(rank(), ingest_address));
   return landing;
 }
 

@@ -1,7 +1,7 @@
 // RankLink joins the ranks of a node by gRPC: rank 0 serves RankService, and each of the others
-// keeps two connections to it, one for what they tell one another (rank_roster.h) and one for bytes
-// of caches (far_memory.h). It is the form of RankChannel and RankMembers for ranks on several
-// hosts.
+// keeps connections to it: one for what they tell one another (rank_roster.h), one for bytes of
+// caches from rank 0 (far_memory.h), and one for claims of pages (chunk_claims.h). It is the form
+// of RankChannel and RankMembers for ranks on several hosts.
 #pragma once
 
 #include <memory>
@@ -15,6 +15,7 @@
 #include "src/kv/far_heads.h"
 #include "src/kv/page_pool.h"
 #include "src/service/access/tls_files.h"
+#include "src/service/ranks/chunk_claims.h"
 
 namespace sluice {
 
@@ -52,14 +53,22 @@ class RankLink : public RankChannel, public RankMembers {
 
   // Returns what writes caches to the other ranks' pools. REQUIRES: rank 0.
   virtual FarHeads* far() = 0;
+  // Returns what serves chunks that come to the other ranks' ports. REQUIRES: rank 0.
+  virtual ChunkClaims* claims() = 0;
+  // Returns where a rank that lands bytes takes chunks itself; empty: nowhere. REQUIRES: rank 0.
+  virtual std::string IngestAddress(int rank) = 0;
   // Lands bytes of caches from rank 0 in the pool, from now until it is destroyed.
   class Landing {
    public:
     virtual ~Landing() = default;
   };
-  // UNAVAILABLE: rank 0 does not answer. The pool outlives the landing, and it the link. REQUIRES:
-  // not rank 0.
-  virtual absl::StatusOr<std::unique_ptr<Landing>> LandIn(const PagePool& pool) = 0;
+  // UNAVAILABLE: rank 0 does not answer. The pool outlives the landing, and it the link. Rank 0
+  // hears that senders may come to `ingest_address`, unless it is empty. REQUIRES: not rank 0.
+  virtual absl::StatusOr<std::unique_ptr<Landing>> LandIn(const PagePool& pool,
+                                                          const std::string& ingest_address) = 0;
+  // Opens a stream in which rank 0 is asked for the pages of chunks. When the node fails, or rank 0
+  // ends, its calls end. The link outlives it. Thread-safe. REQUIRES: not rank 0.
+  virtual std::unique_ptr<ClaimCall> NewClaimCall() = 0;
 };
 
 }  // namespace sluice

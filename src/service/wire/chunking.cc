@@ -59,6 +59,21 @@ absl::StatusOr<std::vector<ChunkPlan>> PlanChunksFrom(const CacheKind& kind, int
   return chunks;
 }
 
+absl::StatusOr<std::vector<ChunkPlan>> PlanChunksOfHeads(const CacheKind& kind, int token_begin,
+                                                         int token_end, int64_t from,
+                                                         uint64_t max_chunk_bytes,
+                                                         HeadRange heads) {
+  CacheKind part = kind;
+  part.heads = static_cast<int>(heads.end - heads.begin);
+  SLUICE_ASSIGN_OR_RETURN(std::vector<ChunkPlan> chunks,
+                          PlanChunksFrom(part, token_begin, token_end, from, max_chunk_bytes));
+  for (ChunkPlan& chunk : chunks) {
+    chunk.head_begin += heads.begin;
+    chunk.head_end += heads.begin;
+  }
+  return chunks;
+}
+
 bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
               const std::vector<MissingRange>& ranges) {
   return std::any_of(ranges.begin(), ranges.end(), [&](const MissingRange& range) {
@@ -83,6 +98,26 @@ std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64
     if (out.size() == bytes) break;
   }
   SLUICE_CHECK(out.size() == bytes, "the pieces end ", bytes - out.size(), " bytes early");
+  return out;
+}
+
+std::string CopyChunk(const CacheKind& kind, int token_begin, const ChunkPlan& chunk,
+                      absl::Span<const absl::Span<const uint8_t>> pieces) {
+  const auto token_bytes = static_cast<uint64_t>(kind.bytes_per_token);
+  const auto heads = static_cast<uint64_t>(kind.heads);
+  const uint64_t skipped = chunk.token_begin - static_cast<uint32_t>(token_begin);
+  const uint64_t tokens = chunk.token_end - chunk.token_begin;
+  if (chunk.head_begin == 0 && chunk.head_end == heads) {
+    return CopyRange(pieces, skipped * heads * token_bytes, tokens * heads * token_bytes);
+  }
+  std::string out;
+  out.reserve(chunk.bytes);
+  const auto block_tokens = static_cast<uint64_t>(kind.block_tokens);
+  for (uint64_t begin = 0; begin < tokens; begin += block_tokens) {
+    const uint64_t block = std::min(block_tokens, tokens - begin);
+    out += CopyRange(pieces, ((skipped + begin) * heads + chunk.head_begin * block) * token_bytes,
+                     (chunk.head_end - chunk.head_begin) * block * token_bytes);
+  }
   return out;
 }
 

@@ -22,6 +22,11 @@ struct ChunkPlan {
   uint64_t bytes = 0;
 };
 
+// Heads [begin, end) of a cache kind.
+struct HeadRange {
+  uint32_t begin = 0, end = 0;
+};
+
 // Returns chunks of at most `max_chunk_bytes` that cover tokens [token_begin, token_end) of every
 // head, in the order of the payload. A chunk has whole pages if one page fits, and otherwise some
 // heads of one block. FAILED_PRECONDITION if not even the block of one head fits. REQUIRES:
@@ -36,6 +41,12 @@ absl::StatusOr<std::vector<ChunkPlan>> PlanChunksFrom(const CacheKind& kind, int
                                                       int token_end, int64_t from,
                                                       uint64_t max_chunk_bytes);
 
+// Returns the same for some heads alone. Their bytes are not in one piece: CopyChunk finds them,
+// and not the offsets.
+absl::StatusOr<std::vector<ChunkPlan>> PlanChunksOfHeads(const CacheKind& kind, int token_begin,
+                                                         int token_end, int64_t from,
+                                                         uint64_t max_chunk_bytes, HeadRange heads);
+
 // Returns whether the chunk, of this layer and cache kind, has any block of one of the ranges.
 bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
               const std::vector<MissingRange>& ranges);
@@ -43,5 +54,10 @@ bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
 // Returns bytes [offset, offset + bytes) of the concatenated `pieces`.
 std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset,
                       uint64_t bytes);
+
+// Returns the payload of a chunk out of `pieces`, which concatenated are a layer's bytes of all
+// heads of the kind from `token_begin` on, the first token of a block.
+std::string CopyChunk(const CacheKind& kind, int token_begin, const ChunkPlan& chunk,
+                      absl::Span<const absl::Span<const uint8_t>> pieces);
 
 }  // namespace sluice

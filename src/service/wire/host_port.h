@@ -19,4 +19,7 @@ struct HostPort {
 // INVALID_ARGUMENT (which names no field) says what was expected.
 absl::StatusOr<HostPort> ParseHostPort(const std::string& text);
 
+// Returns whether a host to listen on stands for all addresses of the machine.
+inline bool IsAnyHost(const std::string& host) { return host == "0.0.0.0" || host == "::"; }
+
 }  // namespace sluice

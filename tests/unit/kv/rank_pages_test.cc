@@ -251,6 +251,74 @@ void LandOnRanks(bool far_away) {
   CHECK(absl::IsFailedPrecondition(poison(2)));
 }
 
+// A rank on another host takes the payload of its own heads itself.
+TEST_CASE("a rank learns where the bytes of its own heads go") {
+  std::vector<std::unique_ptr<PagePool>> ranks;
+  for (int rank = 0; rank < 3; ++rank) ranks.push_back(MakePool("dram", OneHead(), 64 << 10));
+  FakeFar far(&ranks);
+  HeadPlaces places;
+  places.layout = OneHead();
+  places.layout.kinds[0].heads = 4;
+  // Rank 0 has the first head, rank 1 the second, both 1 and 2 the third, and 2 the last.
+  places.places = {{{0, {0}}, {0, {}, {1}}, {0, {}, {1, 2}}, {0, {}, {2}}}};
+  places.far = &far;
+  const std::vector<RankHeads> own = places.OfOneRank();
+  REQUIRE(own.size() == 2);
+  CHECK((own[0].rank == 1 && own[0].begin == 1 && own[0].end == 2));
+  CHECK((own[1].rank == 2 && own[1].begin == 3 && own[1].end == 4));
+  const auto hbm = MakePool("hbm", OneHead(), 64 << 10);
+  ManualClock clock;
+  TransferTable::Options options;
+  options.model_fingerprint = "f00d";
+  options.vocab_size = 100;
+  options.max_context = 1000;
+  options.footprint = [](int64_t context, int64_t total) { return Footprint{context, total}; };
+  options.places = {places};
+  options.prefix_cache = false;
+  TransferTable table(options, ranks[0].get(), hbm.get(), &clock);
+  Manifest manifest;
+  manifest.model_fingerprint = "f00d";
+  manifest.context_length = 6;
+  manifest.prompt_token_ids.assign(6, 5);
+  manifest.max_new_tokens = 4;
+  const auto reserved = table.Reserve(manifest);
+  REQUIRE(reserved.ok());
+  CHECK(reserved->rank_heads.size() == 2);
+  const std::vector<uint8_t> payload(6 * 16, 3);
+  const auto begin = [&](uint32_t head, uint32_t end) {
+    auto landing =
+        table.BeginChunk({reserved->transfer_id, 1, "kv", head, end, 0, 6, Crc32c(payload)},
+                         payload.size() * (end - head));
+    REQUIRE(landing.ok());
+    return *std::move(landing);
+  };
+  for (const auto& [head, end] : {std::pair{0u, 1u}, {0u, 2u}, {1u, 3u}, {2u, 3u}, {3u, 4u}}) {
+    const absl::Status refused = begin(head, end)->TargetsOn(1).status();
+    CHECK(absl::IsInvalidArgument(refused));
+    CHECK(refused.message().find("rank 1 takes the heads [1, 2)") != std::string::npos);
+  }
+  for (const bool again : {false, true}) {
+    const auto landing = begin(1, 2);
+    const auto targets = landing->TargetsOn(1);
+    REQUIRE(targets.ok());
+    uint64_t bytes = 0;
+    for (const auto& target : *targets) {
+      CHECK(target.use == (again ? ChunkLanding::Use::kCompare : ChunkLanding::Use::kWrite));
+      CHECK(target.offset + target.bytes <= ranks[1]->kind_bytes(0));
+      bytes += target.bytes;
+    }
+    CHECK(bytes == payload.size());
+    landing->Received(Crc32c(payload), /*differs=*/false);
+    const auto blocks = landing->Finish();
+    REQUIRE(blocks.ok());
+    CHECK(*blocks == (again ? 0 : 2));
+  }
+  const auto other = begin(1, 2);
+  REQUIRE(other->TargetsOn(1).ok());
+  other->Received(Crc32c(payload), /*differs=*/true);
+  CHECK(absl::IsFailedPrecondition(other->Finish().status()));
+}
+
 TEST_CASE("chunks land in the pools of the ranks that have their heads") { LandOnRanks(false); }
 TEST_CASE("chunks land in the pools of ranks on other hosts") { LandOnRanks(true); }
 

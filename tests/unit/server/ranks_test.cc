@@ -81,6 +81,37 @@ TEST_CASE("ranks share prefixes, and draft nothing where that is left to them") 
   CHECK(config.speculation() == "none");
 }
 
+TEST_CASE("a rank takes caches itself only where senders can reach it") {
+  Config config = DefaultConfig();
+  config.set_model("m");
+  config.set_tensor_parallel(2);
+  config.set_leader("decode-0:7900");
+  config.set_rank(1);
+  const auto refused = [&](const char* setting) {
+    Config copy = config;
+    const absl::Status status = CheckRanks(&copy);
+    INFO(status);
+    return absl::IsInvalidArgument(status) && status.message().find(setting) == 0;
+  };
+  CHECK_FALSE(refused(""));
+  config.set_rank_ingest_advertise("decode-1:7000");
+  CHECK(refused("rank_ingest_advertise: needs rank_ingest_listen"));
+  config.set_rank_ingest_listen("127.0.0.1:7000");
+  CHECK_FALSE(refused(""));
+  config.set_rank_ingest_advertise("");
+  CHECK(refused("rank_ingest_listen: is a loopback address"));
+  config.set_rank_ingest_listen("0.0.0.0:7000");
+  CHECK_FALSE(refused(""));
+  CHECK(AddressOfRank(config, "0.0.0.0:7000").value() == "0.0.0.0:7000");
+  config.set_leader("127.0.0.1:7900");
+  CHECK(refused("rank_ingest_listen: ranks that share memory"));
+  config.set_rank_transport("grpc");  // ranks of one host
+  CHECK_FALSE(refused(""));
+  CHECK(AddressOfRank(config, "[::1]:7000").value() == "[::1]:7001");
+  CHECK(AddressOfRank(config, "127.0.0.1:0").value() == "127.0.0.1:0");
+  CHECK_FALSE(AddressOfRank(config, "nothing").ok());
+}
+
 TEST_CASE("ranks of experts run full and ess, and divide nothing else") {
   Config config = DefaultConfig();
   config.set_model("m");

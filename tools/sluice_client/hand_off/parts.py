@@ -13,6 +13,8 @@ class Target:
     max_chunk_bytes: int
     cached_tokens: int = 0  # leading tokens that the decode node has already
     block_tokens: int = 1  # of the decode node: chunks begin at a block
+    # Addresses of the decode node's ranks that take heads [begin, end) themselves.
+    rank_ports: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ class Reservation:
         pusher = self._pusher
         # Kinds of one model have blocks of as many tokens.
         return Target(self._wish.decode, pusher.transfer_id, pusher.context_length, pusher.max_chunk_bytes,
-                      pusher.cached_tokens, pusher.model.cache_kinds[0].block_tokens)
+                      pusher.cached_tokens, pusher.model.cache_kinds[0].block_tokens,
+                      tuple((port.address, port.head_begin, port.head_end) for port in pusher.rank_ports))
 
     def keep(self) -> None:
         """Renews the lease if that is due. An engine calls it often while it has not computed the prompt's end: a prompt

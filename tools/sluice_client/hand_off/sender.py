@@ -6,7 +6,7 @@ import threading
 from typing import Protocol
 
 import numpy as np
-from sluice.v1 import common_pb2
+from sluice.v1 import common_pb2, ingest_pb2
 
 from sluice_client import layout
 from sluice_client.errors import ToolError
@@ -83,7 +83,9 @@ class Sender(threading.Thread):
         pusher = Pusher(self._target.decode, self._streams)
         try:
             pusher.attach(self._target.transfer_id, self._target.context_length, self._target.max_chunk_bytes,
-                          self._target.cached_tokens)
+                          self._target.cached_tokens,
+                          [ingest_pb2.RankPort(address=address, head_begin=begin, head_end=end)
+                           for address, begin, end in self._target.rank_ports])
             while (task := self._tasks.get()) is not None:
                 if not self._dropped.is_set():
                     self._write(pusher, *task)
@@ -100,12 +102,14 @@ class Sender(threading.Thread):
         kind = pusher.kinds.get(cache.kind)
         if kind is None:
             raise ToolError(f"{self._target.decode}: its model has no cache '{cache.kind}', which the prefill node's has")
-        step = pusher.chunk_tokens(kind, self._heads[1] - self._heads[0])
         known = self._target.cached_tokens // kind.block_tokens * kind.block_tokens
-        for begin in range(max(part.begin, known), part.end, step):
-            tokens = (begin, min(begin + step, part.end))
+        for heads in pusher.head_parts(self._heads):
+            own = slice(heads[0] - self._heads[0], heads[1] - self._heads[0])
+            step = pusher.chunk_tokens(kind, heads[1] - heads[0])
+            for begin in range(max(part.begin, known), part.end, step):
+                tokens = (begin, min(begin + step, part.end))
 
-            def payload(tokens=tokens):
-                return layout.pack(kind, cache.read(kind, part.blocks, *tokens, mark))
+                def payload(tokens=tokens, own=own):
+                    return layout.pack(kind, [p[:, own] for p in cache.read(kind, part.blocks, *tokens, mark)])
 
-            pusher.write_chunk(cache.layer, kind.name, self._heads, tokens, payload)
+                pusher.write_chunk(cache.layer, kind.name, heads, tokens, payload)

@@ -1,5 +1,6 @@
 #include "src/service/wire/chunking.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <string>
 
@@ -73,6 +74,49 @@ TEST_CASE("a range is copied across pieces") {
   for (uint64_t offset = 0; offset <= all.size(); ++offset) {
     for (uint64_t bytes = 0; offset + bytes <= all.size(); ++bytes) {
       CHECK(CopyRange(pieces, offset, bytes) == all.substr(offset, bytes));
+    }
+  }
+}
+
+TEST_CASE("chunks of some heads have their bytes, in the payload's order") {
+  CacheKind kind;
+  kind.name = "kv";
+  kind.heads = 3;
+  kind.block_tokens = 4;
+  kind.SetEqualParts(1, 2);
+  // Tokens [4, 14) of all heads, whose bytes say head and token: two blocks, and two tokens more.
+  std::string layer;
+  for (int begin = 4; begin < 14; begin += 4) {
+    for (int head = 0; head < 3; ++head) {
+      for (int token = begin; token < std::min(begin + 4, 14); ++token) {
+        layer.append(2, static_cast<char>(head * 32 + token));
+      }
+    }
+  }
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(layer.data());
+  const std::vector<absl::Span<const uint8_t>> pieces = {{bytes, 7}, {bytes + 7, layer.size() - 7}};
+  for (const HeadRange heads : {HeadRange{0, 3}, {0, 1}, {1, 3}, {2, 3}}) {
+    for (const uint64_t limit : {8, 16, 24, 1000}) {
+      for (const int from : {0, 8}) {
+        const auto chunks = PlanChunksOfHeads(kind, 4, 14, from, limit, heads);
+        REQUIRE(chunks.ok());
+        uint64_t cells = 0;
+        for (const ChunkPlan& chunk : *chunks) {
+          CHECK((chunk.head_begin >= heads.begin && chunk.head_end <= heads.end));
+          std::string want;
+          for (uint32_t begin = chunk.token_begin; begin < chunk.token_end; begin += 4) {
+            for (uint32_t head = chunk.head_begin; head < chunk.head_end; ++head) {
+              for (uint32_t token = begin; token < std::min(begin + 4, chunk.token_end); ++token) {
+                want.append(2, static_cast<char>(head * 32 + token));
+              }
+            }
+          }
+          CHECK(CopyChunk(kind, 4, chunk, pieces) == want);
+          CHECK((chunk.bytes == want.size() && chunk.bytes <= limit));
+          cells += want.size() / 2;
+        }
+        CHECK(cells == static_cast<uint64_t>(14 - std::max(from, 4)) * (heads.end - heads.begin));
+      }
     }
   }
 }
