@@ -39,9 +39,9 @@
 #include "src/service/grpc/channels.h"
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/ingest/ingest_service.h"
+#include "src/service/links/link_server.h"
 #include "src/service/pull/link_reader.h"
 #include "src/service/pull/puller.h"
-#include "src/service/pull/source_links.h"
 #include "src/service/pull/source_service.h"
 #include "tests/support/device.h"
 #include "tests/support/links.h"
@@ -247,9 +247,10 @@ class Process {
     SLUICE_ASSIGN_OR_RETURN(Buffer arena,
                             device_->Allocate(MemoryKind::kPinned, hold.max_bytes, "held prompts"));
     HeldPrompts held(hold, &caches, std::move(arena));
-    SourceLinks::Options options;
+    LinkServer::Options options;
+    options.sends = true;
     SLUICE_ASSIGN_OR_RETURN(options.links, testing::TestPeerLinks(device_.get()));
-    SourceLinks links(std::move(options));
+    LinkServer links(std::move(options));
     SourceServiceOptions service;
     service.model_fingerprint = kFingerprint;
     service.layout = Layout();
@@ -287,7 +288,7 @@ class Process {
     table.SetWake([] {});
     Channels channels{nullptr, MaxChunkMessageBytes(kChunkBytes)};
     LinkReader::Options read;
-    SLUICE_ASSIGN_OR_RETURN(read.links, testing::TestPeerLinks(device_.get()));
+    SLUICE_ASSIGN_OR_RETURN(read.peers.links, testing::TestPeerLinks(device_.get()));
     LinkReader reader(std::move(read));
     for (const bool by_link : {false, true}) {
       Puller::Options pull;

@@ -18,6 +18,7 @@
 #include "src/base/status_macros.h"
 #include "src/service/access/caller.h"
 #include "src/service/ingest/landing_sink.h"
+#include "src/service/ingest/link_write.h"
 #include "src/service/ingest/transfer_watch.h"
 #include "src/service/ingest/write_parser.h"
 #include "src/service/wire/call_record.h"
@@ -142,10 +143,10 @@ class WriteReactor : private ReadAhead, public grpc::ServerReadReactor<grpc::Byt
   uint64_t bytes_landed_ = 0;
 };
 
-using IngestBase =
-    v1::KvIngest::WithRawCallbackMethod_Write<v1::KvIngest::WithCallbackMethod_Reserve<
+using IngestBase = v1::KvIngest::WithRawCallbackMethod_Write<
+    v1::KvIngest::WithCallbackMethod_Reserve<v1::KvIngest::WithCallbackMethod_WriteByLink<
         v1::KvIngest::WithCallbackMethod_Commit<v1::KvIngest::WithCallbackMethod_Abort<
-            v1::KvIngest::WithCallbackMethod_GetTransfer<v1::KvIngest::Service>>>>>;
+            v1::KvIngest::WithCallbackMethod_GetTransfer<v1::KvIngest::Service>>>>>>;
 
 class IngestService final : public IngestBase {
  public:
@@ -165,6 +166,11 @@ class IngestService final : public IngestBase {
   grpc::ServerReadReactor<grpc::ByteBuffer>* Write(grpc::CallbackServerContext* context,
                                                    grpc::ByteBuffer* response) override {
     return new WriteReactor(options_, &watch_, context, response);  // deletes itself
+  }
+
+  grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::WriteByLinkResponse>* WriteByLink(
+      grpc::CallbackServerContext* context) override {
+    return NewLinkWrite(options_, &watch_, context);
   }
 
   grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,

@@ -2,6 +2,7 @@
 // straight into the thread-safe TransferTable. The payload of a Write is copied once.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "src/base/readiness.h"
@@ -11,6 +12,7 @@
 namespace sluice {
 
 class Access;
+class LinkServer;
 class Metrics;
 
 struct IngestServiceOptions {
@@ -20,6 +22,9 @@ struct IngestServiceOptions {
   const Readiness* readiness = nullptr;
   Metrics* metrics = nullptr;
   const Access* access = nullptr;  // null without TLS
+  // Links to prefill nodes; null: all comes over gRPC (kv_transport grpc).
+  LinkServer* links = nullptr;
+  size_t link_message_bytes = size_t{8} << 20;  // at most max_chunk_bytes of the transfers
   // Whether the token ids of prompts are written into the log.
   bool log_prompts = false;
 };
