@@ -147,20 +147,23 @@ def test_a_chunk_that_lacks_its_checksum_is_sent_again_and_the_link_stays(start,
     assert prefill.log.read_text().count(MADE) == 1
 
 
-def test_a_decode_targetthat_is_killed_in_the_middle_fails_its_own_pushes(start, model, decode, expected):
+def test_a_decode_node_that_is_killed_in_the_middle_fails_its_own_push_alone(start, model, decode, expected):
     prefill = start("sluice-prefill", model, *LINKS)
     dying = node(start, model, *LINKS, "--failpoints", "ingest.landing=kill@6")
-    began = time.monotonic()
-    error = error_of(lambda: push(prefill, dying))
-    assert error.code() == grpc.StatusCode.UNAVAILABLE, error
-    assert time.monotonic() - began < DEADLINE_S + 30 * SCALE
-    dying.process.wait()
     counts = Counts(prefill)
+    errors = []
+    call = threading.Thread(target=lambda: errors.append(error_of(lambda: push(prefill, dying))))
+    call.start()
+    dying.process.wait()
+    # While that push waits for its node to come back, others go on.
     assert answer(prefill, decode) == expected
     assert (counts["done"], counts["grpc"]) == (1, 0)
+    call.join()
+    assert errors[0].code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED), errors
+    assert (counts["broken"], counts["grpc"]) == (1, 0)
 
 
-def test_a_decode_targetthat_stands_still_is_given_up_in_time_and_gets_the_rest_over_grpc(start, model, expected):
+def test_a_decode_node_that_stands_still_is_given_up_in_time_and_gets_the_rest_over_grpc(start, model, expected):
     prefill = start("sluice-prefill", model, *LINKS, "--failpoints", f"link.send=delay({int(500 * SCALE)}ms)*1@6")
     slow = node(start, model, *LINKS)
     counts = Counts(prefill)
@@ -239,7 +242,7 @@ def test_prompts_that_share_a_prefix_push_the_rest_by_link(start, model, expecte
     assert counts["done"] == 1 and 0 < counts[LINK] < KV_BYTES and counts["grpc"] == 0
 
 
-def test_a_decode_targetthat_starts_again_gets_a_new_link(start, model, expected):
+def test_a_decode_node_that_starts_again_gets_a_new_link(start, model, expected):
     prefill = start("sluice-prefill", model, *LINKS)
     first = node(start, model, *LINKS)
     assert answer(prefill, first) == expected

@@ -204,8 +204,6 @@ absl::Status LinkPush::Send(const std::vector<Chunk>& chunks,
   SLUICE_CHECK(peer_ != nullptr, "a push that has ended sends no more");
   for (const Chunk& chunk : chunks) {
     const std::vector<PeerLink::Piece> message = Slice(pieces, chunk.offset, chunk.bytes);
-    // The header goes last, so that its checksum is computed while the device takes the bytes.
-    if (const absl::Status sent = peer_->link->Send(message); !sent.ok()) return Broken(sent);
     uint32_t crc = 0;
     for (const PeerLink::Piece& piece : message) {
       crc = ExtendCrc32c(crc, {static_cast<const uint8_t*>(piece.data), piece.bytes});
@@ -215,9 +213,10 @@ absl::Status LinkPush::Send(const std::vector<Chunk>& chunks,
     request.mutable_chunk()->mutable_header()->clear_transfer_id();
     request.mutable_chunk()->mutable_header()->set_crc32c(crc);
     request.mutable_chunk()->set_bytes(chunk.bytes);
-    if (const absl::Status written = stream_->Write(request, links_->deadline()); !written.ok()) {
-      return Broken(written);
-    }
+    // The header goes first: NCCL sends nothing before the other end has asked for a message.
+    absl::Status sent = stream_->Write(request, links_->deadline());
+    if (sent.ok()) sent = peer_->link->Send(message);
+    if (!sent.ok()) return Broken(sent);
     ++sent_;
   }
   if (const absl::Status flushed = peer_->link->Flush(); !flushed.ok()) return Broken(flushed);
