@@ -119,13 +119,15 @@ def test_where_one_targetalone_has_links_grpc_carries_all(start, model, decode, 
         assert "kv_transport is grpc at the decode node" in prefill.log.read_text()
 
 
-# The link breaks at its third message, or its first.
-@pytest.mark.parametrize("terms", ["link.send=error*1@3", "link.send=error*1"])
+# The link breaks at its third message, or its first; or its sender stands still for longer than the deadline.
+@pytest.mark.parametrize("terms", ["link.send=error*1@3", f"link.send=delay({int(3000 * DEADLINE_S)}ms)*1@3",
+                                   "link.send=error*1"])
 def test_what_a_broken_link_left_goes_over_grpc(start, model, decode, expected, terms):
     prefill = start("sluice-prefill", model, *LINKS, "--failpoints", terms)
     counts = Counts(prefill)
     assert answer(prefill, decode) == expected
-    assert counts["broken"] == 1 and counts["grpc"] + counts[LINK] == KV_BYTES and counts["grpc"] > 0
+    # A chunk of the broken link may still hold its blocks when gRPC brings them, and they are sent once more.
+    assert counts["broken"] == 1 and counts["grpc"] + counts[LINK] >= KV_BYTES and counts["grpc"] > 0
     assert "pushing the rest over gRPC" in prefill.log.read_text()
     # The next one makes a new link.
     again = Counts(prefill)

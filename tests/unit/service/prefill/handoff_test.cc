@@ -417,7 +417,6 @@ TEST_CASE("what a link left goes over gRPC, without computing again", "[links]")
     const absl::Status status = prefill.Run(PromptOf(kTokens, decode.server->address()), &response);
     INFO(status.ToString());
     REQUIRE(status.ok());
-    CHECK(std::to_string(response.timings().bytes_pushed()) == kAllBytes);
     CheckHome(*Take(decode, response.transfer_id()).home, kTokens);
   }
   CHECK(prefill.prefiller.runs == 1);
