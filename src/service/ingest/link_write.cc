@@ -208,7 +208,7 @@ absl::Status LinkWrite::Land(PeerLink& link) {
     link_ = &link;
   }
   absl::Status failed;
-  const absl::Status status = Guarded("WriteByLink", [&] { return LandAll(link, &failed); });
+  absl::Status status = Guarded("WriteByLink", [&] { return LandAll(link, &failed); });
   {
     absl::MutexLock lock(&mutex_);
     link_ = nullptr;
