@@ -118,7 +118,7 @@
     "a chunk that is read does not match its checksum",                                          \
     "its blocks stay missing and are read again, once")                                          \
   F(kLinkSend, "link.send", kFault, "a link to another node breaks, or its sender stands still", \
-    "the reader gives it up in time and reads the missing blocks over gRPC")                     \
+    "both ends give it up in time, and the missing blocks go over gRPC")                         \
   F(kAdminHttp, "admin.http", kFault, "an admin HTTP handler throws an exception",               \
     "status 500; the next request is answered")
 

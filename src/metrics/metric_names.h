@@ -199,6 +199,18 @@ inline constexpr Metric kLinkReads{
     "Pulls that were tried over a link between devices (kv_transport nccl), by outcome: done, "
     "refused (gRPC carried everything) or broken (gRPC carried the rest)",
     "outcome"};
+inline constexpr Metric kPushBytes{
+    "sluice_push_bytes_total", Type::kCounter,
+    "KV bytes that a prefill node has pushed to decode nodes, of the pushes that succeeded, by "
+    "what "
+    "carried them: grpc, nccl or shared_memory (setting kv_transport)",
+    "transport"};
+inline constexpr Metric kLinkWrites{
+    "sluice_push_link_writes_total", Type::kCounter,
+    "Pushes that a prefill node has tried over a link between devices (kv_transport nccl), by "
+    "outcome: done, refused (gRPC carried everything) or broken (gRPC carried the rest, or the "
+    "transfer had ended)",
+    "outcome"};
 inline constexpr Metric kPullSeconds{
     "sluice_pull_seconds", Type::kHistogram,
     "Time from the request to the last block of a pull, whether it succeeded or not", ""};
@@ -378,6 +390,8 @@ inline constexpr const Metric* kAll[] = {
     &kPulls,
     &kPullBytes,
     &kLinkReads,
+    &kPushBytes,
+    &kLinkWrites,
     &kPullSeconds,
     &kLocalPrefills,
     &kRank,

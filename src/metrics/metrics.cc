@@ -64,8 +64,8 @@ constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch"
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
 constexpr std::array<const char*, 3> kRefusalNames = {"peer", "all", "system"};
 constexpr std::array<const char*, 2> kSpanLossNames = {"full", "failed"};
-constexpr std::array<const char*, 3> kPullTransportNames = {"grpc", "nccl", "shared_memory"};
-constexpr std::array<const char*, 3> kLinkReadNames = {"done", "refused", "broken"};
+constexpr std::array<const char*, 3> kKvTransportNames = {"grpc", "nccl", "shared_memory"};
+constexpr std::array<const char*, 3> kLinkUseNames = {"done", "refused", "broken"};
 constexpr std::array<const char*, 3> kScheduleNames = {"none", "da", "dba"};
 constexpr std::array<const char*, 2> kMoverNames = {"uva", "cpu"};
 
@@ -198,14 +198,24 @@ Metrics::Metrics()
       reserves_refused_(registry_->MakeForEach(names::kReserves, "refused", kReserveReasons)),
       pulls_failed_(registry_->MakeForEach(names::kPulls, "failed", kPullReasons)),
       pull_bytes_(Registry::ForEach<Counter>(
-          kPullTransportNames,
+          kKvTransportNames,
           [&](const char* name) {
             return registry_->MakeCounter(names::kPullBytes, {{"transport", name}});
           })),
       link_reads_(Registry::ForEach<Counter>(
-          kLinkReadNames,
+          kLinkUseNames,
           [&](const char* name) {
             return registry_->MakeCounter(names::kLinkReads, {{"outcome", name}});
+          })),
+      push_bytes_(Registry::ForEach<Counter>(
+          kKvTransportNames,
+          [&](const char* name) {
+            return registry_->MakeCounter(names::kPushBytes, {{"transport", name}});
+          })),
+      link_writes_(Registry::ForEach<Counter>(
+          kLinkUseNames,
+          [&](const char* name) {
+            return registry_->MakeCounter(names::kLinkWrites, {{"outcome", name}});
           })),
       tokens_(Registry::ForEach<Counter>(
           kTokenKindNames,

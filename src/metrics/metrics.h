@@ -78,11 +78,11 @@ inline constexpr size_t kStepPhases = 7;
 // Why spans were dropped.
 enum class SpanLoss { kFull, kFailed };
 
-// The ways on which the KV of a pull comes.
-enum class PullTransport { kGrpc, kNccl, kSharedMemory };
+// The ways on which KV goes from a prefill node to a decode node.
+enum class KvTransport { kGrpc, kNccl, kSharedMemory };
 
-// How a read over a link between devices ended.
-enum class LinkRead { kDone, kRefused, kBroken };
+// How a pull or a push over a link between devices ended.
+enum class LinkUse { kDone, kRefused, kBroken };
 
 // The memory of one kind of cache in one tier.
 struct TierGauges {
@@ -176,11 +176,17 @@ class Metrics {
   const Counter& requests(RequestOutcome outcome, std::string_view reason) const;
   const Counter& reserves_refused(std::string_view reason) const;
   const Counter& pulls_failed(std::string_view reason) const;
-  const Counter& pull_bytes(PullTransport transport) const {
+  const Counter& pull_bytes(KvTransport transport) const {
     return pull_bytes_[static_cast<size_t>(transport)];
   }
-  const Counter& link_reads(LinkRead outcome) const {
+  const Counter& link_reads(LinkUse outcome) const {
     return link_reads_[static_cast<size_t>(outcome)];
+  }
+  const Counter& push_bytes(KvTransport transport) const {
+    return push_bytes_[static_cast<size_t>(transport)];
+  }
+  const Counter& link_writes(LinkUse outcome) const {
+    return link_writes_[static_cast<size_t>(outcome)];
   }
   const Counter& spans_dropped(SpanLoss why) const {
     return spans_dropped_[static_cast<size_t>(why)];
@@ -283,8 +289,10 @@ class Metrics {
   const std::vector<Counter> requests_;          // by index in kRequestReasons
   const std::vector<Counter> reserves_refused_;  // by index in kReserveReasons
   const std::vector<Counter> pulls_failed_;      // by index in kPullReasons
-  const std::array<Counter, 3> pull_bytes_;      // by PullTransport
-  const std::array<Counter, 3> link_reads_;      // by LinkRead
+  const std::array<Counter, 3> pull_bytes_;      // by KvTransport
+  const std::array<Counter, 3> link_reads_;      // by LinkUse
+  const std::array<Counter, 3> push_bytes_;      // by KvTransport
+  const std::array<Counter, 3> link_writes_;     // by LinkUse
   const std::array<Counter, kTokenKinds> tokens_;
   const std::array<Counter, 2> decoded_tokens_;  // false, true
   const std::array<Histogram, kStepPhases> step_seconds_;

@@ -230,16 +230,20 @@ absl::Status DecodeNode::MakeTransfers() {
   pull.sources = *std::move(sources);
   pull.transfers = transfers_.get();
   pull.channels = channels_.get();
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PeerLinks> links, NewKvLinks(config_, device_.get()));
+  SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<PeerLinks> links,
+                          NewKvLinks(config_, device_.get()));
   if (links != nullptr) {
+    LinkServer::Options pushes;
+    pushes.links = links;
+    pushes.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
+    push_links_ = std::make_unique<LinkServer>(std::move(pushes));
     LinkReader::Options read;
-    read.links = std::move(links);
-    read.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
-    // The messages under way take HBM at either end.
-    read.message_bytes = std::min<size_t>(config_.max_chunk_bytes(), kLinkMessageBytes);
-    links_ = std::make_unique<LinkReader>(std::move(read));
+    read.peers.links = links;
+    read.peers.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
+    read.message_bytes = LinkMessageBytes(config_);
+    pull_links_ = std::make_unique<LinkReader>(std::move(read));
   }
-  pull.links = links_.get();
+  pull.links = pull_links_.get();
   puller_ = std::make_unique<Puller>(std::move(pull));
   return absl::OkStatus();
 }
@@ -338,6 +342,8 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   ingest.readiness = &readiness_;
   ingest.metrics = &metrics_;
   ingest.access = security_.access();
+  ingest.links = push_links_.get();
+  ingest.link_message_bytes = LinkMessageBytes(config_);
   ingest.log_prompts = config_.log_prompts();
   if (ranks_.link != nullptr) {
     ingest.claims = ranks_.link->claims();

@@ -33,6 +33,7 @@
 #include "src/service/events/event_publisher.h"
 #include "src/service/generate/call_pump.h"
 #include "src/service/grpc/channels.h"
+#include "src/service/links/link_server.h"
 #include "src/service/pull/link_reader.h"
 #include "src/service/pull/puller.h"
 
@@ -70,7 +71,7 @@ class DecodeNode : public Node {
   std::vector<const PagePool*> DramPools() const;
   // Returns the policy that the engine runs, for all ranks where there are several.
   const AttentionPolicy& ServedPolicy() const { return leader_ != nullptr ? *leader_ : *policy_; }
-  // Makes transfers_, channels_ and puller_.
+  // Makes transfers_, channels_, links and puller_.
   absl::Status MakeTransfers();
   absl::Status StartEngine();
 
@@ -90,7 +91,8 @@ class DecodeNode : public Node {
   std::unique_ptr<TransferTable> transfers_;
   std::unique_ptr<EventPublisher> events_;  // null: nothing is published
   std::unique_ptr<Channels> channels_;
-  std::unique_ptr<LinkReader> links_;  // null: kv_transport is grpc
+  std::unique_ptr<LinkServer> push_links_;  // null: kv_transport is grpc
+  std::unique_ptr<LinkReader> pull_links_;  // null where push_links_ is
   std::unique_ptr<Puller> puller_;
   std::unique_ptr<StepRecorder> recorder_;  // null: trace_steps is 0
   std::unique_ptr<Drafter> drafter_;        // null: the node does not speculate

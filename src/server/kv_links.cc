@@ -1,5 +1,7 @@
 #include "src/server/kv_links.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
@@ -21,6 +23,10 @@ absl::StatusOr<std::unique_ptr<PeerLinks>> LinksOf(Device* device) {
 
 }  // namespace
 
+size_t LinkMessageBytes(const Config& config) {
+  return std::min<size_t>(config.max_chunk_bytes(), size_t{8} << 20);
+}
+
 absl::StatusOr<std::unique_ptr<PeerLinks>> NewKvLinks(const Config& config, Device* device) {
   if (config.kv_transport() != "nccl") return nullptr;
   absl::StatusOr<std::unique_ptr<PeerLinks>> links = LinksOf(device);
@@ -28,7 +34,7 @@ absl::StatusOr<std::unique_ptr<PeerLinks>> NewKvLinks(const Config& config, Devi
     return absl::FailedPreconditionError(absl::StrCat(
         "kv_transport: nccl: ", links.status().message(), "; or run with --kv-transport grpc"));
   }
-  Log(LogLevel::kInfo, "links between devices carry held caches where both nodes have them",
+  Log(LogLevel::kInfo, "links between devices carry caches where both nodes have them",
       {{"transport", (*links)->transport()}});
   return links;
 }

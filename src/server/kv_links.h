@@ -11,9 +11,9 @@
 
 namespace sluice {
 
-// The largest message of a link. Four of them are under way, so that a link takes 32 MiB of HBM at
-// either end, or of /dev/shm.
-inline constexpr size_t kLinkMessageBytes = size_t{8} << 20;
+// Returns the largest message of this node's links: a chunk, of 8 MiB at most. Four of them are
+// under way, so that a link takes 32 MiB of HBM at either end, or of /dev/shm.
+size_t LinkMessageBytes(const Config& config);
 
 // Returns null if the setting is grpc. FAILED_PRECONDITION names the setting and what to do: the
 // device has no links.

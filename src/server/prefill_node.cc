@@ -65,20 +65,29 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   options.hbm_bytes = static_cast<int64_t>(config_.hbm_bytes());
   SLUICE_ASSIGN_OR_RETURN(prefiller_,
                           Prefiller::Create(options, device_.get(), model_.get(), RealClock()));
+  SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<PeerLinks> links,
+                          NewKvLinks(config_, device_.get()));
+  if (links != nullptr) {
+    LinkPeers::Options pushes;
+    pushes.links = links;
+    pushes.sends = true;
+    pushes.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
+    push_links_ = std::make_unique<LinkPeers>(std::move(pushes));
+  }
   if (config_.hold_bytes() > 0) {
     HeldPrompts::Options held;
     held.layout = model_->cache_layout();
     held.max_bytes = config_.hold_bytes();
     held.max_lease = absl::Seconds(config_.hold_seconds());
-    SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PeerLinks> links, NewKvLinks(config_, device_.get()));
     Buffer arena;
     if (links != nullptr) {
       SLUICE_ASSIGN_OR_RETURN(arena, device_->Allocate(MemoryKind::kPinned, held.max_bytes,
                                                        "held prompts (hold_bytes)"));
-      SourceLinks::Options ends;
-      ends.links = std::move(links);
-      ends.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
-      links_ = std::make_unique<SourceLinks>(std::move(ends));
+      LinkServer::Options pulls;
+      pulls.links = links;
+      pulls.sends = true;
+      pulls.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
+      pull_links_ = std::make_unique<LinkServer>(std::move(pulls));
     }
     held_ = std::make_unique<HeldPrompts>(std::move(held), prefiller_.get(), std::move(arena));
   }
@@ -118,6 +127,7 @@ absl::StatusOr<std::vector<GrpcService>> PrefillNode::MakeServices() {
   service.access = security_.access();
   service.metrics = &metrics_;
   service.held = held_.get();
+  service.links = push_links_.get();
   service.address = [this] { return Address(); };
   service.counts = &counts_;
   std::vector<GrpcService> services;
@@ -180,7 +190,7 @@ absl::Status PrefillNode::AddHoldingServices(std::vector<GrpcService>* services)
   source.model_fingerprint = model_->fingerprint();
   source.layout = model_->cache_layout();
   source.held = held_.get();
-  source.links = links_.get();
+  source.links = pull_links_.get();
   source.rooms = rooms;
   source.access = security_.access();
   services->push_back(NewSourceService(std::move(source)));

@@ -16,9 +16,10 @@
 #include "src/service/access/tenant_gate.h"
 #include "src/service/generate/call_pump.h"
 #include "src/service/grpc/channels.h"
+#include "src/service/links/link_peers.h"
+#include "src/service/links/link_server.h"
 #include "src/service/prefill/holding_generator.h"
 #include "src/service/prefill/prompt_counts.h"
-#include "src/service/pull/source_links.h"
 
 namespace sluice {
 
@@ -49,8 +50,9 @@ class PrefillNode : public Node {
   // In the order in which they are made; each may use those before it.
   std::unique_ptr<Channels> channels_;
   std::unique_ptr<Prefiller> prefiller_;
-  std::unique_ptr<HeldPrompts> held_;   // null: hold_bytes is 0
-  std::unique_ptr<SourceLinks> links_;  // null: kv_transport is grpc
+  std::unique_ptr<HeldPrompts> held_;       // null: hold_bytes is 0
+  std::unique_ptr<LinkPeers> push_links_;   // null: kv_transport is grpc
+  std::unique_ptr<LinkServer> pull_links_;  // null where held_ or push_links_ is
   PromptCounts counts_{&metrics_};
   std::unique_ptr<HoldingGenerator> holding_;  // null where held_ is
   std::optional<TenantGate> gate_;             // for the gateway's calls; empty where held_ is null

@@ -1,14 +1,15 @@
 // Times caches on their way from one process to another, over a link between their devices
 // (src/device/peer_link.h), beside the bare sends and receives of a group of ranks, and a whole
-// pull over that link beside one over gRPC:
+// pull and a whole push over that link beside those over gRPC:
 //
 //   sluice-link-bench [--device cpu|cuda] [--tokens N] [--message-mib N] [--devices A,B]
-//                     [--rounds N] [--part link|pull]
+//                     [--rounds N] [--part link|pull|push]
 //
 // The caches are those of N tokens of Llama-3-8B in bf16: 128 KiB a token. With --devices the
 // sender has GPU A and the receiver GPU B (CUDA_VISIBLE_DEVICES); where both are one, or none are
 // given, two processes share a GPU, NCCL goes by sockets, and the figures say nothing but that it
 // works.
+#include <grpcpp/grpcpp.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -27,7 +28,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
+#include "sluice/v1/ingest.grpc.pb.h"
 #include "src/base/clock.h"
+#include "src/base/readiness.h"
 #include "src/base/status_macros.h"
 #include "src/device/device.h"
 #include "src/device/peer_link.h"
@@ -39,10 +42,13 @@
 #include "src/service/grpc/channels.h"
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/ingest/ingest_service.h"
+#include "src/service/ingest/kv_pusher.h"
+#include "src/service/links/link_peers.h"
+#include "src/service/links/link_server.h"
 #include "src/service/pull/link_reader.h"
 #include "src/service/pull/puller.h"
-#include "src/service/pull/source_links.h"
 #include "src/service/pull/source_service.h"
+#include "src/service/wire/status_mapping.h"
 #include "tests/support/device.h"
 #include "tests/support/links.h"
 #include "tests/support/ranks.h"
@@ -60,7 +66,7 @@ struct Flags {
   int message_mib = 8;
   std::vector<std::string> devices;
   int rounds = 3;
-  std::string part;  // empty: both
+  std::string part;  // empty: all
 };
 
 // The processes tell each other this.
@@ -104,8 +110,12 @@ class Process {
     if (!device.ok()) return std::string(device.status().message());
     device_ = *std::move(device);
     absl::Status status;
-    if (flags_.part != "pull") status = Links();
-    if (status.ok() && flags_.part != "link") status = sends() ? Hold() : Pull();
+    const auto wants = [&](const char* part) {
+      return status.ok() && (flags_.part.empty() || flags_.part == part);
+    };
+    if (wants("link")) status = Links();
+    if (wants("pull")) status = sends() ? Hold() : Pull();
+    if (wants("push")) status = sends() ? Push() : Take();
     return status.ok() ? "" : status.ToString();
   }
 
@@ -247,9 +257,10 @@ class Process {
     SLUICE_ASSIGN_OR_RETURN(Buffer arena,
                             device_->Allocate(MemoryKind::kPinned, hold.max_bytes, "held prompts"));
     HeldPrompts held(hold, &caches, std::move(arena));
-    SourceLinks::Options options;
+    LinkServer::Options options;
+    options.sends = true;
     SLUICE_ASSIGN_OR_RETURN(options.links, testing::TestPeerLinks(device_.get()));
-    SourceLinks links(std::move(options));
+    LinkServer links(std::move(options));
     SourceServiceOptions service;
     service.model_fingerprint = kFingerprint;
     service.layout = Layout();
@@ -271,23 +282,32 @@ class Process {
     return absl::OkStatus();
   }
 
-  absl::Status Pull() {
-    Metrics metrics;
-    const auto bytes = static_cast<size_t>(Layout().BytesFor(flags_.tokens));
-    SLUICE_ASSIGN_OR_RETURN(Buffer home, device_->Allocate(MemoryKind::kPinned,
-                                                           bytes + bytes / 8 + (64 << 20), "pool"));
-    SLUICE_ASSIGN_OR_RETURN(const auto dram, PagePool::Create("dram", Layout(), std::move(home)));
+  TransferTable::Options TableOptions() const {
     TransferTable::Options options;
     options.model_fingerprint = kFingerprint;
     options.vocab_size = 1000;
     options.max_context = 1 << 20;
     options.footprint = [](int64_t context, int64_t) { return Footprint{context, 0}; };
     options.prefix_cache = false;
-    TransferTable table(options, dram.get(), dram.get(), RealClock());
+    return options;
+  }
+  // Returns a host cache with room for one prompt.
+  absl::StatusOr<std::unique_ptr<PagePool>> NewDram() {
+    const auto bytes = static_cast<size_t>(Layout().BytesFor(flags_.tokens));
+    SLUICE_ASSIGN_OR_RETURN(Buffer home, device_->Allocate(MemoryKind::kPinned,
+                                                           bytes + bytes / 8 + (64 << 20), "pool"));
+    return PagePool::Create("dram", Layout(), std::move(home));
+  }
+
+  absl::Status Pull() {
+    Metrics metrics;
+    const auto bytes = static_cast<size_t>(Layout().BytesFor(flags_.tokens));
+    SLUICE_ASSIGN_OR_RETURN(const auto dram, NewDram());
+    TransferTable table(TableOptions(), dram.get(), dram.get(), RealClock());
     table.SetWake([] {});
     Channels channels{nullptr, MaxChunkMessageBytes(kChunkBytes)};
     LinkReader::Options read;
-    SLUICE_ASSIGN_OR_RETURN(read.links, testing::TestPeerLinks(device_.get()));
+    SLUICE_ASSIGN_OR_RETURN(read.peers.links, testing::TestPeerLinks(device_.get()));
     LinkReader reader(std::move(read));
     for (const bool by_link : {false, true}) {
       Puller::Options pull;
@@ -327,6 +347,101 @@ class Process {
     return absl::OkStatus();
   }
 
+  // Serves a decode node's side of pushes.
+  absl::Status Take() {
+    Metrics metrics;
+    Readiness readiness;
+    SLUICE_ASSIGN_OR_RETURN(const auto dram, NewDram());
+    TransferTable::Options options = TableOptions();
+    options.max_chunk_bytes = kChunkBytes;
+    TransferTable table(options, dram.get(), dram.get(), RealClock());
+    table.SetWake([] {});
+    LinkServer::Options ends;
+    SLUICE_ASSIGN_OR_RETURN(ends.links, testing::TestPeerLinks(device_.get()));
+    LinkServer links(std::move(ends));
+    IngestServiceOptions service;
+    service.vocab_size = options.vocab_size;
+    service.transfers = &table;
+    service.readiness = &readiness;
+    service.metrics = &metrics;
+    service.links = &links;
+    GrpcServer::Options listen;
+    listen.listen = "127.0.0.1:0";
+    listen.max_receive_message_bytes = MaxChunkMessageBytes(kChunkBytes);
+    SLUICE_ASSIGN_OR_RETURN(const auto server,
+                            GrpcServer::Start(listen, {NewIngestService(service)}));
+    std::strcpy(box_->text, server->address().c_str());
+    Meet();  // it serves
+    Meet();  // everything was pushed
+    return absl::OkStatus();
+  }
+
+  // Pushes as a prefill node that computes nothing: chunks of 512 tokens, layer by layer.
+  absl::Status Push() {
+    constexpr int kStep = 512;
+    const CacheLayout layout = Layout();
+    const CacheKind& kind = layout.kinds[0];
+    const auto bytes = static_cast<size_t>(layout.BytesFor(flags_.tokens));
+    SLUICE_ASSIGN_OR_RETURN(
+        const Buffer staging,
+        device_->Allocate(MemoryKind::kPinned,
+                          static_cast<size_t>(layout.BytesFor(kStep) / layout.layers), "a layer"));
+    std::memset(staging.data(), 3, staging.bytes());
+    LinkPeers::Options ends;
+    SLUICE_ASSIGN_OR_RETURN(ends.links, testing::TestPeerLinks(device_.get()));
+    ends.sends = true;
+    LinkPeers peers(std::move(ends));
+    Meet();
+    Channels channels;
+    const std::string address = box_->text;
+    const auto stub = v1::KvIngest::NewStub(channels.Get(address));
+    const auto context = [] { return std::make_unique<grpc::ClientContext>(); };
+    for (const bool by_link : {false, true}) {
+      std::vector<absl::Duration> times;
+      for (int round = 0; round <= flags_.rounds; ++round) {  // the first one makes the link
+        v1::ReserveRequest reserve;
+        v1::ReserveResponse reserved;
+        v1::Manifest& manifest = *reserve.mutable_manifest();
+        manifest.set_model_fingerprint(kFingerprint);
+        manifest.set_context_length(static_cast<uint32_t>(flags_.tokens));
+        for (int i = 0; i < flags_.tokens; ++i) manifest.add_prompt_token_ids(7);
+        manifest.set_max_new_tokens(1);
+        SLUICE_RETURN_IF_ERROR(FromGrpcStatus(stub->Reserve(context().get(), reserve, &reserved)));
+        KvPusher::Options options;
+        options.transfer_id = reserved.transfer_id();
+        options.max_chunk_bytes = reserved.max_chunk_bytes();
+        options.stream_context = options.call_context = options.link_context = context;
+        options.links = by_link ? &peers : nullptr;
+        options.address = address;
+        KvPusher pusher(stub.get(), std::move(options));
+        const absl::Time begin = absl::Now();
+        for (int token = 0; token < flags_.tokens; token += kStep) {
+          const int end = std::min(token + kStep, flags_.tokens);
+          const absl::Span<const uint8_t> piece(
+              staging.as<uint8_t>(),
+              static_cast<size_t>(kind.bytes_per_token * kind.heads * (end - token)));
+          for (int layer = 0; layer < layout.layers; ++layer) {
+            SLUICE_RETURN_IF_ERROR(pusher.Layer(layer, kind, token, end, {&piece, 1}));
+          }
+        }
+        SLUICE_RETURN_IF_ERROR(pusher.Finish());
+        if (round > 0) times.push_back(absl::Now() - begin);
+        if (by_link && pusher.bytes_by_link() != bytes) {
+          return absl::InternalError("not everything went over the link");
+        }
+        v1::AbortRequest abort;
+        v1::AbortResponse aborted;
+        abort.set_transfer_id(reserved.transfer_id());
+        SLUICE_RETURN_IF_ERROR(FromGrpcStatus(stub->Abort(context().get(), abort, &aborted)));
+      }
+      Print(by_link ? "push over the link, pinned to pinned DRAM"
+                    : "push over gRPC, pinned to pinned DRAM",
+            bytes, times);
+    }
+    Meet();
+    return absl::OkStatus();
+  }
+
   const Flags& flags_;
   const RankGroupOptions options_;
   Box* const box_;
@@ -360,7 +475,7 @@ int Main(int argc, char** argv) {
   if (!Parse(argc, argv, &flags)) {
     std::fprintf(stderr,
                  "sluice-link-bench [--device cpu|cuda] [--tokens N] [--message-mib N] "
-                 "[--devices A,B] [--rounds N] [--part link|pull]\n");
+                 "[--devices A,B] [--rounds N] [--part link|pull|push]\n");
     return 2;
   }
   const bool share =

@@ -52,6 +52,7 @@ UNKNOWN = "0" * 32
 DOORS = {
     "KvIngest.Reserve": ({"prefill"}, ingest_pb2.ReserveRequest(), Code.INVALID_ARGUMENT),
     "KvIngest.Write": ({"prefill"}, ingest_pb2.WriteRequest(), Code.INVALID_ARGUMENT),
+    "KvIngest.WriteByLink": ({"prefill"}, ingest_pb2.WriteByLinkRequest(), Code.INVALID_ARGUMENT),
     "KvIngest.Commit": ({"prefill"}, ingest_pb2.CommitRequest(transfer_id=UNKNOWN), Code.NOT_FOUND),
     "KvIngest.Abort": ({"prefill"}, ingest_pb2.AbortRequest(transfer_id=UNKNOWN), Code.OK),
     "KvIngest.GetTransfer": ({"prefill"}, ingest_pb2.GetTransferRequest(transfer_id=UNKNOWN), Code.NOT_FOUND),
@@ -98,7 +99,7 @@ def code_of(town, credentials, door: str) -> grpc.StatusCode:
     with town.channel(credentials, node) as channel:
         call = getattr(STUBS[service](channel), method)
         try:
-            answer = call(iter([request]) if method == "Write" else request, timeout=TIMEOUT_S)
+            answer = call(iter([request]) if method in ("Write", "WriteByLink") else request, timeout=TIMEOUT_S)
             if hasattr(answer, "__next__"):
                 list(answer)
         except grpc.RpcError as error:

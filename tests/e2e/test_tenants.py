@@ -60,6 +60,8 @@ def test_a_transfer_is_its_tenants_alone(house):
             lambda: bob.ingest.GetTransfer(ingest_pb2.GetTransferRequest(transfer_id=same.id), timeout=TIMEOUT_S),
             lambda: bob.ingest.Commit(ingest_pb2.CommitRequest(transfer_id=same.id), timeout=TIMEOUT_S),
             lambda: bob.ingest.Write(iter([theirs.message(theirs.parts()[1])]), timeout=TIMEOUT_S),
+            lambda: list(bob.ingest.WriteByLink(iter([ingest_pb2.WriteByLinkRequest(
+                open=ingest_pb2.WriteByLinkRequest.Open(transfer_id=same.id))]), timeout=TIMEOUT_S)),
             lambda: list(bob.generate(transfer_id=same.id, sampling=greedy(max_tokens=2)))):
         error = error_of(call)
         assert error.code() == Code.NOT_FOUND and rpc.reason_of(error) == "TRANSFER_NOT_FOUND"

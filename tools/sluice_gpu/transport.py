@@ -1,4 +1,4 @@
-"""Calls of `sluice-link-bench`: caches over a link between two GPUs, and pulls over it, beside NCCL's own and gRPC."""
+"""Calls of `sluice-link-bench`: caches over a link between two GPUs, pulls and pushes over it, beside NCCL's own and gRPC."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,4 +34,4 @@ class TransportRun:
 
 # Caches of 32K tokens of Llama-3-8B, 4.3 GB. A node's links have messages of 8 MiB.
 TRANSPORT_PARTS = {"kv-transport": [TransportRun("link-8", "link"), TransportRun("link-32", "link", message_mib=32),
-                                    TransportRun("pull", "pull")]}
+                                    TransportRun("pull", "pull"), TransportRun("push", "push")]}

@@ -24,6 +24,7 @@ struct Rule {
 constexpr Rule kRules[] = {
     {"/sluice.v1.KvIngest/Reserve", kPrefills},
     {"/sluice.v1.KvIngest/Write", kPrefills},
+    {"/sluice.v1.KvIngest/WriteByLink", kPrefills},
     {"/sluice.v1.KvIngest/Commit", kPrefills},
     {"/sluice.v1.KvIngest/Abort", kPrefills},
     {"/sluice.v1.KvIngest/GetTransfer", kPrefills},

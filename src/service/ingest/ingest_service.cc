@@ -16,6 +16,7 @@
 #include "src/base/status_macros.h"
 #include "src/service/access/caller.h"
 #include "src/service/ingest/claimed_writes.h"
+#include "src/service/ingest/link_write.h"
 #include "src/service/ingest/transfer_watch.h"
 #include "src/service/ingest/transfer_writes.h"
 #include "src/service/ingest/write_stream.h"
@@ -28,10 +29,10 @@ namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
 
-using IngestBase =
-    v1::KvIngest::WithRawCallbackMethod_Write<v1::KvIngest::WithCallbackMethod_Reserve<
+using IngestBase = v1::KvIngest::WithRawCallbackMethod_Write<
+    v1::KvIngest::WithCallbackMethod_Reserve<v1::KvIngest::WithCallbackMethod_WriteByLink<
         v1::KvIngest::WithCallbackMethod_Commit<v1::KvIngest::WithCallbackMethod_Abort<
-            v1::KvIngest::WithCallbackMethod_GetTransfer<v1::KvIngest::Service>>>>>;
+            v1::KvIngest::WithCallbackMethod_GetTransfer<v1::KvIngest::Service>>>>>>;
 
 class IngestService final : public IngestBase {
  public:
@@ -61,6 +62,11 @@ class IngestService final : public IngestBase {
         context, response,
         std::make_unique<TransferWrites>(options_.transfers, &watch_,
                                          CallerOf(options_.access, *context).tenant));
+  }
+
+  grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::WriteByLinkResponse>* WriteByLink(
+      grpc::CallbackServerContext* context) override {
+    return NewLinkWrite(options_, &watch_, context);
   }
 
   grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,

@@ -2,6 +2,7 @@
 // straight into the thread-safe TransferTable. The payload of a Write is copied once.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@ namespace sluice {
 
 class Access;
 class ChunkClaims;
+class LinkServer;
 class Metrics;
 
 struct IngestServiceOptions {
@@ -23,6 +25,9 @@ struct IngestServiceOptions {
   const Readiness* readiness = nullptr;
   Metrics* metrics = nullptr;
   const Access* access = nullptr;  // null without TLS
+  // Links to prefill nodes; null: all comes over gRPC (kv_transport grpc).
+  LinkServer* links = nullptr;
+  size_t link_message_bytes = size_t{8} << 20;  // at most max_chunk_bytes of the transfers
   // Whether the token ids of prompts are written into the log.
   bool log_prompts = false;
   // Serves chunks that come to other ranks' ports; outlives the service. Null: they have none.

@@ -54,40 +54,112 @@ absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::Cli
 }
 
 KvPusher::KvPusher(v1::KvIngest::Stub* stub, Options options)
-    : stub_(stub),
-      options_(std::move(options)),
-      to_rank_(options_.rank_stub != nullptr),
-      thread_([this] { SendLoop(); }) {}
+    : stub_(stub), options_(std::move(options)), to_rank_(options_.rank_stub != nullptr) {}
 
 KvPusher::~KvPusher() {
   if (thread_.joinable()) (void)Abandon();
 }
 
+absl::StatusOr<std::vector<KvPusher::Chunk>> KvPusher::ChunksOf(int layer, const CacheKind& kind,
+                                                                int token_begin, int token_end,
+                                                                uint64_t most,
+                                                                HeadRange heads) const {
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::vector<ChunkPlan> plans,
+      PlanChunksOfHeads(kind, token_begin, token_end, options_.cached_tokens, most, heads));
+  std::vector<Chunk> chunks;
+  for (const ChunkPlan& plan : plans) {
+    Chunk chunk{{}, plan};
+    chunk.header.set_transfer_id(options_.transfer_id);
+    chunk.header.set_layer(static_cast<uint32_t>(layer));
+    chunk.header.set_kind(kind.name);
+    chunk.header.set_head_begin(plan.head_begin);
+    chunk.header.set_head_end(plan.head_end);
+    chunk.header.set_token_begin(plan.token_begin);
+    chunk.header.set_token_end(plan.token_end);
+    if (options_.filter && !Overlaps(chunk.header, options_.missing)) continue;
+    chunks.push_back(std::move(chunk));
+  }
+  return chunks;
+}
+
 absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
-                             absl::Span<const absl::Span<const uint8_t>> pieces, HeadRange heads) {
-  SLUICE_ASSIGN_OR_RETURN(const std::vector<ChunkPlan> chunks,
-                          PlanChunksOfHeads(kind, token_begin, token_end, options_.cached_tokens,
-                                            options_.max_chunk_bytes, heads));
-  for (const ChunkPlan& plan : chunks) {
+                             Pieces pieces, HeadRange heads) {
+  if (token_end <= options_.cached_tokens) return absl::OkStatus();
+  if (options_.links != nullptr && !link_use_.has_value()) OpenLink();
+  if (link_ != nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(
+        const std::vector<Chunk> chunks,
+        ChunksOf(layer, kind, token_begin, token_end,
+                 std::min<uint64_t>(link_->message_bytes(), options_.max_chunk_bytes), heads));
+    if (first_sent_ == absl::InfiniteFuture()) first_sent_ = absl::Now();
+    std::vector<LinkPush::Chunk> messages;
+    uint64_t bytes = 0;
+    for (const Chunk& chunk : chunks) {
+      messages.push_back({chunk.header, chunk.plan.offset, chunk.plan.bytes});
+      bytes += chunk.plan.bytes;
+    }
+    const absl::Status sent = link_->Send(messages, pieces);
+    if (sent.ok()) {
+      bytes_by_link_ += bytes;
+      return sent;
+    }
+    LinkEnded(sent);
+    if (!status_.ok()) return status_;
+  }
+  // If some of these have landed over the link, the node compares them and counts them once.
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::vector<Chunk> chunks,
+      ChunksOf(layer, kind, token_begin, token_end, options_.max_chunk_bytes, heads));
+  for (const Chunk& planned : chunks) {
     v1::WriteRequest chunk;
-    v1::ChunkHeader* header = chunk.mutable_header();
-    header->set_transfer_id(options_.transfer_id);
-    header->set_layer(static_cast<uint32_t>(layer));
-    header->set_kind(kind.name);
-    header->set_head_begin(plan.head_begin);
-    header->set_head_end(plan.head_end);
-    header->set_token_begin(plan.token_begin);
-    header->set_token_end(plan.token_end);
-    if (options_.filter && !Overlaps(*header, options_.missing)) continue;
-    *chunk.mutable_payload() = CopyChunk(kind, token_begin, plan, pieces);
-    header->set_crc32c(
+    *chunk.mutable_header() = planned.header;
+    *chunk.mutable_payload() = CopyChunk(kind, token_begin, planned.plan, pieces);
+    chunk.mutable_header()->set_crc32c(
         Crc32c({reinterpret_cast<const uint8_t*>(chunk.payload().data()), chunk.payload().size()}));
     SLUICE_RETURN_IF_ERROR(Enqueue(std::move(chunk)));
   }
   return absl::OkStatus();
 }
 
+void KvPusher::OpenLink() {
+  LinkPush::Options options;
+  options.address = options_.address;
+  options.transfer_id = options_.transfer_id;
+  options.links = options_.links;
+  options.stub = stub_;
+  options.new_context = options_.link_context;
+  absl::StatusOr<std::unique_ptr<LinkPush>> opened = LinkPush::Open(options);
+  if (opened.ok()) {
+    link_ = *std::move(opened);
+    link_use_ = LinkUse::kDone;
+    return;
+  }
+  link_use_ = LinkUse::kRefused;
+  Log(LogLevel::kInfo, "a push goes over gRPC",
+      {{"transfer_id", options_.transfer_id},
+       {"decode_node", options_.address},
+       {"why", opened.status().ToString()}});
+}
+
+void KvPusher::LinkEnded(const absl::Status& why) {
+  link_.reset();
+  link_use_ = LinkUse::kBroken;
+  if (!MayMend(why)) {
+    status_ = why;
+    absl::MutexLock lock(&mutex_);
+    broken_ = true;
+    return;
+  }
+  Log(LogLevel::kWarn, "a link broke: pushing the rest over gRPC",
+      {{"transfer_id", options_.transfer_id},
+       {"decode_node", options_.address},
+       {"bytes_by_link", bytes_by_link_},
+       {"why", why.ToString()}});
+}
+
 absl::Status KvPusher::Enqueue(v1::WriteRequest chunk) {
+  if (!thread_.joinable()) thread_ = std::thread([this] { SendLoop(); });
   absl::MutexLock lock(&mutex_);
   // The streams' deadlines bound this wait, because a write that outlives its own fails.
   mutex_.Await(absl::Condition(this, &KvPusher::CanEnqueue));
@@ -209,15 +281,20 @@ absl::Status KvPusher::PrepareResume(int resume) {
 }
 
 absl::Status KvPusher::Finish() {
+  // Everything that went over the link has landed, whatever becomes of the link.
+  if (link_ != nullptr) link_->Finish().IgnoreError();
+  link_.reset();
   {
     absl::MutexLock lock(&mutex_);
     closed_ = true;
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   return status_;
 }
 
 absl::Status KvPusher::Abandon() {
+  if (link_ != nullptr) link_->Finish().IgnoreError();
+  link_.reset();
   bool broken;
   {
     absl::MutexLock lock(&mutex_);
@@ -228,7 +305,7 @@ absl::Status KvPusher::Abandon() {
     queued_bytes_ = 0;
     if (context_ != nullptr) context_->TryCancel();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   return broken ? status_ : absl::OkStatus();
 }
 

@@ -1,6 +1,7 @@
-// Pushes a prompt's caches into a decode node over KvIngest.Write while they are computed. Layer()
-// cuts and queues chunks, and a thread of the pusher sends them. A stream that breaks is opened
-// again and goes on with the chunks that have not landed.
+// Pushes a prompt's caches into a decode node while they are computed. Where both nodes have links,
+// Layer() sends over one (link_push.h) until that fails. Otherwise, and from then on, it cuts and
+// queues chunks, and a thread of the pusher sends them over KvIngest.Write. A stream that breaks is
+// opened again and goes on with the chunks that have not landed.
 #pragma once
 
 #include <grpcpp/channel.h>
@@ -10,6 +11,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,7 +23,9 @@
 #include "absl/time/time.h"
 #include "sluice/v1/ingest.grpc.pb.h"
 #include "src/kv/transfer_table.h"
+#include "src/metrics/metrics.h"
 #include "src/prefill/prefiller.h"
+#include "src/service/ingest/link_push.h"
 #include "src/service/wire/chunking.h"
 
 namespace sluice {
@@ -64,13 +68,19 @@ class KvPusher {
     v1::KvIngest::Stub* rank_stub = nullptr;
     std::shared_ptr<grpc::Channel> rank_channel;
     std::string rank_address;
+    // Links to decode nodes, which outlive the pusher; null: all goes over gRPC. The others are
+    // those of LinkPush::Options.
+    LinkPeers* links = nullptr;
+    std::string address;
+    std::function<std::unique_ptr<grpc::ClientContext>()> link_context;
   };
   KvPusher(v1::KvIngest::Stub* stub, Options options);
   // Cancels the stream if it is still open.
   ~KvPusher();
 
-  // Takes these heads of a layer, as LayerSink::Layer says. Blocks while kMaxQueuedBytes wait to be
-  // sent. Fails once the stream is broken for good.
+  // Takes these heads of a layer, as LayerSink::Layer says. Blocks until they have landed, if they
+  // go over a link, and otherwise while kMaxQueuedBytes wait to be sent. Fails once nothing more
+  // can be sent. REQUIRES: with `links` they are all heads.
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                      absl::Span<const absl::Span<const uint8_t>> pieces, HeadRange heads);
 
@@ -79,7 +89,10 @@ class KvPusher {
   // Gives up. Returns the error that broke the stream, or OK if nothing had.
   absl::Status Abandon();
 
-  uint64_t bytes_sent() const { return bytes_sent_; }    // valid after Finish or Abandon
+  // These are valid after Finish or Abandon.
+  uint64_t bytes_sent() const { return bytes_sent_; }  // over gRPC
+  uint64_t bytes_by_link() const { return bytes_by_link_; }
+  std::optional<LinkUse> link_use() const { return link_use_; }  // empty: no link was tried
   absl::Time first_sent() const { return first_sent_; }  // InfiniteFuture if nothing was sent
 
  private:
@@ -89,6 +102,17 @@ class KvPusher {
   static constexpr int kMaxResumes = 5;
   static constexpr absl::Duration kConnectTime = absl::Seconds(2);
 
+  using Pieces = absl::Span<const absl::Span<const uint8_t>>;
+  struct Chunk {
+    v1::ChunkHeader header;  // without its checksum
+    ChunkPlan plan;
+  };
+  // Returns the chunks of these heads of a layer that are to be sent, of at most `most` bytes.
+  absl::StatusOr<std::vector<Chunk>> ChunksOf(int layer, const CacheKind& kind, int token_begin,
+                                              int token_end, uint64_t most, HeadRange heads) const;
+  void OpenLink();
+  // Gives the link up: the rest goes over gRPC, unless the error is the transfer's own.
+  void LinkEnded(const absl::Status& why);
   absl::Status Enqueue(v1::WriteRequest chunk);
   void SendLoop();
   // Runs one stream to its end. Returns OK if everything was sent and the node has answered.
@@ -117,11 +141,17 @@ class KvPusher {
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;
 
   bool to_rank_ = false;  // the sending thread's
-  // The sending thread writes these; they are read after it was joined.
+  // The sending thread writes these; they are read after it was joined. Without one, Layer writes
+  // them.
   absl::Status status_;
   uint64_t bytes_sent_ = 0;
   absl::Time first_sent_ = absl::InfiniteFuture();
-  std::thread thread_;
+  std::thread thread_;  // begins with the first chunk for gRPC
+
+  // Used by the thread that calls Layer.
+  std::unique_ptr<LinkPush> link_;
+  std::optional<LinkUse> link_use_;
+  uint64_t bytes_by_link_ = 0;
 };
 
 }  // namespace sluice

@@ -26,6 +26,7 @@ RankPushers::RankPushers(v1::KvIngest::Stub* stub, KvPusher::Options options, co
 KvPusher* RankPushers::PusherOf(Route& route) {
   if (route.pusher == nullptr) {
     KvPusher::Options options = options_;
+    if (!ports_.empty()) options.links = nullptr;  // nodes of several ranks have none
     options.rank_stub = route.stub.get();
     options.rank_channel = route.channel;
     options.rank_address = route.address;
@@ -73,6 +74,14 @@ uint64_t RankPushers::bytes_sent() const {
   uint64_t bytes = own_.pusher == nullptr ? 0 : own_.pusher->bytes_sent();
   for (const Route& port : ports_) bytes += port.pusher == nullptr ? 0 : port.pusher->bytes_sent();
   return bytes;
+}
+
+uint64_t RankPushers::bytes_by_link() const {
+  return own_.pusher == nullptr ? 0 : own_.pusher->bytes_by_link();
+}
+
+std::optional<LinkUse> RankPushers::link_use() const {
+  return own_.pusher == nullptr ? std::nullopt : own_.pusher->link_use();
 }
 
 absl::Time RankPushers::first_sent() const {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,8 @@ class RankPushers {
   absl::Status Finish();
   absl::Status Abandon();
   uint64_t bytes_sent() const;
+  uint64_t bytes_by_link() const;
+  std::optional<LinkUse> link_use() const;
   absl::Time first_sent() const;
 
  private:

@@ -13,7 +13,9 @@
 #include "src/base/logging.h"
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
+#include "src/metrics/metrics.h"
 #include "src/service/ingest/rank_pushers.h"
+#include "src/service/links/link_peers.h"
 #include "src/service/wire/proto_conversion.h"
 #include "src/service/wire/status_mapping.h"
 #include "src/service/wire/trace_headers.h"
@@ -47,6 +49,10 @@ class Handoff::Sink : public LayerSink {
     options.stream_context = [h = handoff_] { return h->NewContext(h->options_.push_timeout); };
     options.call_context = [h = handoff_] { return h->NewContext(h->options_.call_timeout); };
     options.max_kept_bytes = handoff_->options_.max_kept_bytes;
+    // A second attempt goes over gRPC alone.
+    if (!std::exchange(handoff_->link_tried_, true)) options.links = handoff_->options_.links;
+    options.address = handoff_->options_.decode_address;
+    options.link_context = [h = handoff_] { return h->LinkContext(); };
     pusher_.emplace(handoff_->stub_.get(), std::move(options), handoff_->rank_ports_,
                     handoff_->options_.channel_to);
     return absl::OkStatus();
@@ -93,6 +99,11 @@ absl::Status Handoff::Run(v1::RunResponse* response) {
     if (!transfer_id_.empty()) Abort(status);
     return status;
   }
+  const Metrics& metrics = *options_.metrics;
+  metrics.push_bytes(KvTransport::kGrpc).Add(static_cast<double>(grpc_bytes_));
+  if (link_bytes_ > 0) {
+    metrics.push_bytes(options_.links->transport()).Add(static_cast<double>(link_bytes_));
+  }
   response->set_transfer_id(transfer_id_);
   const absl::Time end = absl::Now();
   *response->mutable_timings()->mutable_push() =
@@ -126,7 +137,10 @@ absl::Status Handoff::Attempt(const std::vector<MissingRange>* missing, v1::RunR
   // A broken stream ends the computation, and then the stream's error is the one that explains.
   const absl::Status pushed = result.ok() ? pusher.Finish() : pusher.Abandon();
   v1::RunResponse::Timings* timings = response->mutable_timings();
-  timings->set_bytes_pushed(timings->bytes_pushed() + pusher.bytes_sent());
+  grpc_bytes_ += pusher.bytes_sent();
+  link_bytes_ += pusher.bytes_by_link();
+  timings->set_bytes_pushed(grpc_bytes_ + link_bytes_);
+  if (pusher.link_use().has_value()) options_.metrics->link_writes(*pusher.link_use()).Add();
   first_sent_ = std::min(first_sent_, pusher.first_sent());
   if (!pushed.ok()) {
     retryable_ = MayMend(pushed);
@@ -177,6 +191,14 @@ std::unique_ptr<grpc::ClientContext> Handoff::NewContext(absl::Duration timeout)
   std::unique_ptr<grpc::ClientContext> context =
       grpc::ClientContext::FromCallbackServerContext(*options_.parent);
   context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  PassOn(TraceOf(*options_.parent), context.get());
+  return context;
+}
+
+std::unique_ptr<grpc::ClientContext> Handoff::LinkContext() const {
+  auto context = std::make_unique<grpc::ClientContext>();
+  const absl::Time by = absl::Now() + options_.push_timeout;
+  context->set_deadline(std::min(options_.parent->deadline(), absl::ToChronoTime(by)));
   PassOn(TraceOf(*options_.parent), context.get());
   return context;
 }

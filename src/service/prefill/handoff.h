@@ -21,6 +21,9 @@
 
 namespace sluice {
 
+class LinkPeers;
+class Metrics;
+
 class Handoff {
  public:
   struct Options {
@@ -36,6 +39,9 @@ class Handoff {
     absl::Duration call_timeout;
     absl::Duration push_timeout;
     uint64_t max_kept_bytes = 0;  // see KvPusher
+    // These outlive the handoff.
+    LinkPeers* links = nullptr;  // to decode nodes; null: all goes over gRPC
+    const Metrics* metrics = nullptr;
     // The call that this is done for. Its deadline and its cancellation pass on to every call made
     // here.
     const grpc::CallbackServerContext* parent = nullptr;
@@ -56,6 +62,8 @@ class Handoff {
   void Abort(const absl::Status& why);
 
   std::unique_ptr<grpc::ClientContext> NewContext(absl::Duration timeout) const;
+  // Returns a context that the caller's cancellation does not reach.
+  std::unique_ptr<grpc::ClientContext> LinkContext() const;
   absl::Status FromDecodeNode(const absl::Status& status) const;
 
   const Options options_;
@@ -67,6 +75,8 @@ class Handoff {
   bool wants_queries_ = false;
   google::protobuf::RepeatedPtrField<v1::RankPort> rank_ports_;
   absl::Time first_sent_ = absl::InfiniteFuture();
+  uint64_t grpc_bytes_ = 0, link_bytes_ = 0;
+  bool link_tried_ = false;
   bool retryable_ = false;  // sending again may mend the failure of the last attempt
 };
 

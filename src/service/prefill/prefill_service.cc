@@ -156,6 +156,8 @@ class PrefillService final : public v1::Prefill::CallbackService {
     out.call_timeout = options_.call_timeout;
     out.push_timeout = options_.push_timeout;
     out.max_kept_bytes = options_.max_kept_bytes;
+    out.links = options_.links;
+    out.metrics = options_.metrics;
     return out;
   }
 

@@ -22,6 +22,7 @@
 namespace sluice {
 
 class Channels;
+class LinkPeers;
 
 struct PrefillServiceOptions {
   v1::GetPrefillModelResponse model;  // the answer of GetModel
@@ -32,6 +33,7 @@ struct PrefillServiceOptions {
   Channels* channels = nullptr;    // to decode nodes
   const Access* access = nullptr;  // null without TLS
   Metrics* metrics = nullptr;
+  LinkPeers* links = nullptr;  // to decode nodes; null: all goes over gRPC (kv_transport grpc)
   int threads = 2;
   // Holds the prompts for which no decode node is named. Null if such a call is refused. `address`
   // returns the address where decode nodes find this node, once it serves.

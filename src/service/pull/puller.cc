@@ -51,11 +51,6 @@ bool IsOfPulls(const absl::Status& status) {
          absl::IsResourceExhausted(status) || absl::IsUnavailable(status);
 }
 
-PullTransport TransportOf(const LinkReader* links) {
-  return links->transport() == std::string_view("nccl") ? PullTransport::kNccl
-                                                        : PullTransport::kSharedMemory;
-}
-
 absl::Status NobodyWaits() { return absl::CancelledError("nobody waits for it any more"); }
 
 // Returns an error about the manifest in the words of the request that the manifest was made of.
@@ -346,17 +341,18 @@ void Puller::Count(const Pull& pull, const absl::Status& status) const {
         {{"transfer_id", pull.transfer_id},
          {"bytes", pull.bytes},
          {"bytes_by_link", pull.link_bytes},
-         {"transport", pull.link_bytes > 0 ? options_.links->transport() : "grpc"},
+         {"transport", pull.link_bytes > 0 ? options_.links->peers().links().transport() : "grpc"},
          {"seconds", absl::ToDoubleSeconds(elapsed)}});
   }
   const Metrics& metrics = *options_.metrics;
   metrics.pull_seconds.Observe(elapsed);
   if (status.ok()) {
     metrics.pulls_done.Add();
-    metrics.pull_bytes(PullTransport::kGrpc)
+    metrics.pull_bytes(KvTransport::kGrpc)
         .Add(static_cast<double>(std::max<int64_t>(pull.bytes - pull.link_bytes, 0)));
     if (pull.link_bytes > 0) {
-      metrics.pull_bytes(TransportOf(options_.links)).Add(static_cast<double>(pull.link_bytes));
+      metrics.pull_bytes(options_.links->peers().transport())
+          .Add(static_cast<double>(pull.link_bytes));
     }
   } else {
     metrics.pulls_failed(ReasonLabel(status)).Add();
@@ -457,8 +453,8 @@ absl::Status Puller::ReadByLink(Pull& pull) {
   const LinkReader::Result result = options_.links->Run(read);
   pull.link_bytes = static_cast<int64_t>(result.bytes);
   options_.metrics->link_reads(result.outcome).Add();
-  if (result.outcome != LinkRead::kDone) {
-    const bool broken = result.outcome == LinkRead::kBroken;
+  if (result.outcome != LinkUse::kDone) {
+    const bool broken = result.outcome == LinkUse::kBroken;
     Log(broken ? LogLevel::kWarn : LogLevel::kInfo,
         broken ? "a link broke: reading what is missing over gRPC" : "a pull goes over gRPC",
         {{"transfer_id", pull.transfer_id},

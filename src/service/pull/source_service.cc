@@ -22,7 +22,7 @@
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/access/caller.h"
-#include "src/service/pull/source_links.h"
+#include "src/service/links/link_server.h"
 #include "src/service/wire/call_record.h"
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/guarded.h"

@@ -15,7 +15,7 @@
 namespace sluice {
 
 class Access;
-class SourceLinks;
+class LinkServer;
 
 struct SourceServiceOptions {
   std::string model_fingerprint;
@@ -26,7 +26,7 @@ struct SourceServiceOptions {
   HeldPrompts* held = nullptr;
   // Links to decode nodes; outlives the service. Null: all goes over gRPC (kv_transport grpc). They
   // need `held` to have an arena that their device reaches.
-  SourceLinks* links = nullptr;
+  LinkServer* links = nullptr;
   // The rooms in which prompts are promised. Null if the node has none; AwaitPrompt then fails.
   std::shared_ptr<Rooms> rooms;
   // The longest that one AwaitPrompt waits.

@@ -5,6 +5,7 @@
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -15,11 +16,15 @@
 #include "src/base/clock.h"
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
+#include "src/device/cpu/cpu_peer_link.h"
 #include "src/metrics/metrics.h"
 #include "src/service/grpc/channels.h"
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/ingest/ingest_service.h"
 #include "src/service/ingest/kv_pusher.h"
+#include "src/service/links/link_peers.h"
+#include "src/service/links/link_server.h"
 #include "src/service/prefill/prefill_service.h"
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/proto_conversion.h"
@@ -63,8 +68,10 @@ std::string LayerBytes(int layer, int token_begin, int token_end) {
   return out;
 }
 
+constexpr absl::Duration kLinkDeadline = absl::Seconds(1);
+
 struct DecodeSide {
-  DecodeSide() {
+  explicit DecodeSide(bool links = false) {
     const CacheLayout layout{kLayers, {Kind()}};
     hbm = *PagePool::Create("hbm", layout, Arena(1 << 20));
     dram = *PagePool::Create("dram", layout, Arena(1 << 20));
@@ -75,11 +82,19 @@ struct DecodeSide {
     options.max_chunk_bytes = kMaxChunk;
     options.footprint = [](int64_t context, int64_t total) { return Footprint{context, total}; };
     table = std::make_unique<TransferTable>(options, dram.get(), hbm.get(), RealClock());
+    if (links) {
+      LinkServer::Options ends;
+      ends.links = NewCpuPeerLinks();
+      ends.deadline = kLinkDeadline;
+      link_server.emplace(std::move(ends));
+    }
     IngestServiceOptions service;
     service.vocab_size = kVocab;
     service.transfers = table.get();
     service.readiness = &readiness;
     service.metrics = &metrics;
+    service.links = links ? &*link_server : nullptr;
+    service.link_message_bytes = kMaxChunk;
     GrpcServer::Options server_options;
     server_options.listen = "127.0.0.1:0";
     server_options.max_receive_message_bytes = MaxChunkMessageBytes(kMaxChunk);
@@ -140,6 +155,7 @@ struct DecodeSide {
   Readiness readiness;
   std::unique_ptr<PagePool> hbm, dram;
   std::unique_ptr<TransferTable> table;
+  std::optional<LinkServer> link_server;
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<v1::KvIngest::Stub> stub;
 };
@@ -243,7 +259,7 @@ class FakePrefiller : public Prefiller {
 
 struct PrefillSide {
   explicit PrefillSide(int threads = 2, size_t max_queued = 8,
-                       uint64_t max_kept_bytes = kMaxKeptBytes) {
+                       uint64_t max_kept_bytes = kMaxKeptBytes, bool links = false) {
     PrefillServiceOptions options;
     v1::ModelInfo* model = options.model.mutable_model();
     model->set_fingerprint("f00d");
@@ -259,6 +275,14 @@ struct PrefillSide {
     options.max_queued = max_queued;
     options.call_timeout = absl::Seconds(3);
     options.max_kept_bytes = max_kept_bytes;
+    if (links) {
+      LinkPeers::Options ends;
+      ends.links = NewCpuPeerLinks();
+      ends.sends = true;
+      ends.deadline = kLinkDeadline;
+      peers.emplace(std::move(ends));
+      options.links = &*peers;
+    }
     GrpcServer::Options server_options;
     server_options.listen = "127.0.0.1:0";
     auto started = GrpcServer::Start(server_options, {NewPrefillService(options)});
@@ -277,6 +301,7 @@ struct PrefillSide {
   Channels channels;
   Metrics metrics;
   PromptCounts counts{&metrics};
+  std::optional<LinkPeers> peers;
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<v1::Prefill::Stub> stub;
 };
@@ -345,6 +370,62 @@ TEST_CASE("a prompt is handed over byte for byte, with its first token") {
   CHECK(ready.first_tokens[0].id == 42);
   CheckHome(*ready.home, tokens);
 }
+
+// Returns what a prefill node's pushes came to.
+std::string Pushed(const PrefillSide& prefill, const std::string& name, const std::string& label) {
+  const std::string metrics = prefill.metrics.Render();
+  const std::string front = name + "{" + label + "} ";
+  const size_t at = metrics.find(front);
+  REQUIRE(at != std::string::npos);
+  return metrics.substr(at + front.size(), metrics.find('\n', at) - at - front.size());
+}
+const std::string kWrites = "sluice_push_link_writes_total";
+const std::string kPushBytes = "sluice_push_bytes_total";
+constexpr int kTokens = 150;
+const std::string kAllBytes = std::to_string(kTokens * 64 * 2 * kLayers);
+
+TEST_CASE("a prompt is handed over by link where both nodes have links", "[links]") {
+  const bool decode_has = GENERATE(true, false);
+  DecodeSide decode(decode_has);
+  PrefillSide prefill(2, 8, kMaxKeptBytes, /*links=*/true);
+  for (int round = 0; round < 2; ++round) {
+    v1::RunResponse response;
+    const absl::Status status = prefill.Run(PromptOf(kTokens, decode.server->address()), &response);
+    INFO(status.ToString());
+    REQUIRE(status.ok());
+    CHECK(std::to_string(response.timings().bytes_pushed()) == kAllBytes);
+    CheckHome(*Take(decode, response.transfer_id()).home, kTokens);
+    if (round == 0) {
+      CHECK(Pushed(prefill, kPushBytes,
+                   decode_has ? "transport=\"shared_memory\"" : "transport=\"grpc\"") == kAllBytes);
+    }
+  }
+  CHECK(Pushed(prefill, kWrites, "outcome=\"done\"") == (decode_has ? "2" : "0"));
+  CHECK(Pushed(prefill, kWrites, "outcome=\"refused\"") == (decode_has ? "0" : "2"));
+}
+
+#ifndef SLUICE_NO_FAILPOINTS
+TEST_CASE("what a link left goes over gRPC, without computing again", "[links]") {
+  const std::string terms = GENERATE(as<std::string>{}, "link.send=error*1@3", "link.send=error*1",
+                                     "ingest.checksum=error*1@3");
+  INFO(terms);
+  DecodeSide decode(/*links=*/true);
+  PrefillSide prefill(2, 8, kMaxKeptBytes, /*links=*/true);
+  {
+    ScopedFailpoints armed(terms);
+    v1::RunResponse response;
+    const absl::Status status = prefill.Run(PromptOf(kTokens, decode.server->address()), &response);
+    INFO(status.ToString());
+    REQUIRE(status.ok());
+    CheckHome(*Take(decode, response.transfer_id()).home, kTokens);
+  }
+  CHECK(prefill.prefiller.runs == 1);
+  CHECK(Pushed(prefill, kWrites, "outcome=\"broken\"") == "1");
+  v1::RunResponse response;
+  REQUIRE(prefill.Run(PromptOf(kTokens, decode.server->address()), &response).ok());
+  CHECK(Pushed(prefill, kWrites, "outcome=\"done\"") == "1");
+}
+#endif
 
 TEST_CASE("without a first token none is handed over, and max_tokens is what is reserved") {
   DecodeSide decode;

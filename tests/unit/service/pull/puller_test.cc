@@ -20,8 +20,8 @@
 #include "src/service/grpc/channels.h"
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/ingest/ingest_service.h"
+#include "src/service/links/link_server.h"
 #include "src/service/pull/link_reader.h"
-#include "src/service/pull/source_links.h"
 #include "src/service/pull/source_service.h"
 #include "tests/support/or_fail.h"
 
@@ -81,7 +81,8 @@ struct Pair {
     service.held = &*held;
     service.rooms = rooms;
     if (links == Links::kBoth) {
-      SourceLinks::Options options;
+      LinkServer::Options options;
+      options.sends = true;
       options.links = NewCpuPeerLinks();
       options.deadline = kLinkDeadline;
       source_links.emplace(std::move(options));
@@ -118,8 +119,8 @@ struct Pair {
     pull.channels = &channels;
     if (links != Links::kNone) {
       LinkReader::Options read;
-      read.links = NewCpuPeerLinks();
-      read.deadline = kLinkDeadline;
+      read.peers.links = NewCpuPeerLinks();
+      read.peers.deadline = kLinkDeadline;
       read.message_bytes = size_t{2} << 20;
       reader.emplace(std::move(read));
       pull.links = &*reader;
@@ -181,7 +182,7 @@ struct Pair {
   const std::shared_ptr<Rooms> rooms = std::make_shared<Rooms>();
   std::unique_ptr<Device> device;
   std::optional<HeldPrompts> held;
-  std::optional<SourceLinks> source_links;
+  std::optional<LinkServer> source_links;
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<PagePool> dram, hbm;
   absl::Mutex mutex;
@@ -320,9 +321,9 @@ TEST_CASE("a source that has begun anew gets a new link", "[links]") {
 }
 
 TEST_CASE("links that take too much memory, or fit no device, are refused", "[links]") {
-  SourceLinks::Options options;
+  LinkServer::Options options;
   options.links = NewCpuPeerLinks();
-  SourceLinks links(std::move(options));
+  LinkServer links(std::move(options));
   PeerLinkOptions link;
   link.id = "nccl:1";
   CHECK(absl::IsFailedPrecondition(links.CheckNew(link)));

@@ -1,4 +1,4 @@
-#include "src/service/pull/source_links.h"
+#include "src/service/links/link_server.h"
 
 #include <algorithm>
 #include <atomic>
@@ -13,11 +13,11 @@
 namespace sluice {
 namespace {
 
-constexpr size_t kMaxPosted = 64;  // reads of one link that wait; a reader has one at a time
+constexpr size_t kMaxPosted = 64;  // uses of one link that wait; the other end has one at a time
 
 }  // namespace
 
-struct SourceLinks::Link {
+struct LinkServer::Link {
   explicit Link(PeerLinkOptions of) : options(std::move(of)) {}
   ~Link() {
     if (auto now = Get(); now != nullptr) now->Abort("this node gave it up");
@@ -39,7 +39,8 @@ struct SourceLinks::Link {
   void End(const absl::Status& why) {
     Set(nullptr);
     ended.store(true);
-    Log(LogLevel::kWarn, "a link to a decode node has ended", {{"why", why.ToString()}});
+    Log(LogLevel::kWarn, "a link to another node has ended",
+        {{"sends", options.sends}, {"why", why.ToString()}});
   }
   bool Post(std::function<void()> job) {
     ++posted;
@@ -61,9 +62,9 @@ struct SourceLinks::Link {
   std::unique_ptr<WorkerQueue> thread = std::make_unique<WorkerQueue>("kv-link", 1, kMaxPosted);
 };
 
-SourceLinks::SourceLinks(Options options) : options_(std::move(options)) {}
+LinkServer::LinkServer(Options options) : options_(std::move(options)) {}
 
-SourceLinks::~SourceLinks() {
+LinkServer::~LinkServer() {
   absl::MutexLock lock(&mutex_);
   for (const auto& link : links_) {
     if (auto now = link->Get(); now != nullptr) now->Abort("this node ends");
@@ -71,7 +72,7 @@ SourceLinks::~SourceLinks() {
   links_.clear();
 }
 
-absl::Status SourceLinks::CheckNew(const PeerLinkOptions& options) const {
+absl::Status LinkServer::CheckNew(const PeerLinkOptions& options) const {
   SLUICE_RETURN_IF_ERROR(CheckPeerLinkOptions(options));
   if (options.message_bytes > options_.max_link_bytes / static_cast<size_t>(options.depth)) {
     return InvalidField("message_bytes",
@@ -81,9 +82,9 @@ absl::Status SourceLinks::CheckNew(const PeerLinkOptions& options) const {
   return options_.links->CheckId(options.id);
 }
 
-absl::Status SourceLinks::Make(const PeerLinkOptions& options) {
+absl::Status LinkServer::Make(const PeerLinkOptions& options) {
   PeerLinkOptions own = options;
-  own.sends = true;
+  own.sends = options_.sends;
   own.deadline = options_.deadline;
   own.join_timeout = 2 * options_.deadline;
   std::vector<std::shared_ptr<Link>> gone;  // end without the lock
@@ -114,12 +115,14 @@ absl::Status SourceLinks::Make(const PeerLinkOptions& options) {
     absl::StatusOr<std::unique_ptr<PeerLink>> joined = links->Join(made->options);
     if (!joined.ok()) return made->End(joined.status());
     made->Set(*std::move(joined));
-    Log(LogLevel::kInfo, "a link to a decode node is made", {{"transport", links->transport()}});
+    Log(LogLevel::kInfo, "a link to another node is made",
+        {{"sends", made->options.sends}, {"transport", links->transport()}});
   });
   return absl::OkStatus();
 }
 
-absl::Status SourceLinks::Post(const std::string& id, std::function<absl::Status(PeerLink&)> send) {
+absl::Status LinkServer::Post(const std::string& id, std::function<absl::Status(PeerLink&)> use,
+                              std::function<void()> lost) {
   absl::MutexLock lock(&mutex_);
   const auto found = std::find_if(links_.begin(), links_.end(), [&](const auto& link) {
     return link->options.id == id && !link->ended.load();
@@ -127,14 +130,14 @@ absl::Status SourceLinks::Post(const std::string& id, std::function<absl::Status
   if (found == links_.end()) return absl::NotFoundError("there is no such link here");
   std::rotate(links_.begin(), found, found + 1);
   Link* const link = links_.front().get();
-  const bool posted = link->Post([link, send = std::move(send)] {
+  const bool posted = link->Post([link, use = std::move(use), lost = std::move(lost)] {
     const std::shared_ptr<PeerLink> now = link->Get();
-    if (now == nullptr) return;  // it has failed, as the reader knows by its own end
-    const absl::Status status = send(*now);
+    if (now == nullptr) return lost();
+    const absl::Status status = use(*now);
     if (!status.ok()) link->End(status);
   });
   if (posted) return absl::OkStatus();
-  return absl::ResourceExhaustedError("too many reads wait for the link");
+  return absl::ResourceExhaustedError("too many calls wait for the link");
 }
 
 }  // namespace sluice

@@ -1,5 +1,5 @@
-// The source's ends of links to decode nodes (src/device/peer_link.h). Each link has a thread,
-// which makes it, sends over it, and ends it when it fails. Thread-safe.
+// The ends of links that other nodes ask this one for (src/device/peer_link.h). Each link has a
+// thread, which makes it, uses it, and ends it when it fails. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -16,20 +16,22 @@
 
 namespace sluice {
 
-class SourceLinks {
+class LinkServer {
  public:
   struct Options {
-    std::unique_ptr<PeerLinks> links;
+    std::shared_ptr<PeerLinks> links;
+    bool sends = false;  // this node's ends are the sending ones
     // For a message; a link has twice as long to be made.
     absl::Duration deadline = absl::Seconds(5);
     // A link takes memory: message_bytes x depth in HBM, and as much in pinned DRAM.
     size_t max_links = 8;
     size_t max_link_bytes = size_t{256} << 20;
   };
-  explicit SourceLinks(Options options);
-  // Fails the links and waits for what is sent.
-  ~SourceLinks();
+  explicit LinkServer(Options options);
+  // Fails the links and waits for what uses them.
+  ~LinkServer();
 
+  PeerLinks& links() const { return *options_.links; }
   // Returns why no such link can be made: INVALID_ARGUMENT names the field of ReadByLinkRequest
   // that is out of range; FAILED_PRECONDITION: the other end's device, or host, has no link with
   // this.
@@ -37,9 +39,12 @@ class SourceLinks {
   // Puts an end of a new link up. The least used link goes if there are too many; if all are in
   // use: RESOURCE_EXHAUSTED.
   absl::Status Make(const PeerLinkOptions& options);
-  // Sends by `send` on the link's thread, behind what was posted before. A link on which `send`
-  // fails is ended. NOT_FOUND: there is no such link; RESOURCE_EXHAUSTED: too much waits for it.
-  absl::Status Post(const std::string& id, std::function<absl::Status(PeerLink&)> send);
+  // Runs `use` on the link's thread, behind what was posted before. A link on which it fails is
+  // ended. If the link has failed until then, `lost` runs in its place. NOT_FOUND: there is no such
+  // link; RESOURCE_EXHAUSTED: too much waits for it. Neither is called then.
+  absl::Status Post(
+      const std::string& id, std::function<absl::Status(PeerLink&)> use,
+      std::function<void()> lost = [] {});
 
  private:
   struct Link;

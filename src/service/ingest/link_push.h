@@ -1,0 +1,66 @@
+// One push over a link to a decode node: the headers of its chunks go by KvIngest.WriteByLink, and
+// their bytes by the link, straight from the caller's memory. One thread.
+#pragma once
+
+#include <grpcpp/client_context.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "sluice/v1/ingest.grpc.pb.h"
+#include "src/service/links/link_peers.h"
+
+namespace sluice {
+
+class LinkPush {
+ public:
+  struct Options {
+    std::string address;  // of the decode node
+    std::string transfer_id;
+    // They outlive the push.
+    LinkPeers* links = nullptr;
+    v1::KvIngest::Stub* stub = nullptr;
+    // Makes the context of the stream. It must not pass a caller's cancellation on, which would
+    // break the link off.
+    std::function<std::unique_ptr<grpc::ClientContext>()> new_context;
+  };
+  // Waits for the link and for this push's turn on it. An error says why nothing goes over a link
+  // now; nothing has been sent then.
+  static absl::StatusOr<std::unique_ptr<LinkPush>> Open(const Options& options);
+  // Ends the link unless Finish has been called.
+  ~LinkPush();
+
+  // A chunk without its checksum, and where its payload lies in the pieces.
+  struct Chunk {
+    v1::ChunkHeader header;
+    uint64_t offset = 0;
+    uint64_t bytes = 0;  // at most message_bytes()
+  };
+  size_t message_bytes() const { return peer_->message_bytes; }
+  // Sends the chunks and waits until all of them have landed. The pieces lie in memory that the
+  // link's device reaches. After an error this push sends no more: UNAVAILABLE: the link or the
+  // stream has failed; else the decode node's own error, as of Write. Some may have landed.
+  absl::Status Send(const std::vector<Chunk>& chunks,
+                    absl::Span<const absl::Span<const uint8_t>> pieces);
+  // Ends the push and leaves the link to the next one. Returns the decode node's answer.
+  absl::Status Finish();
+
+ private:
+  class Stream;
+  LinkPush(const Options& options, std::shared_ptr<LinkPeer> peer, std::unique_ptr<Stream> stream);
+  // Ends the link and the stream, and returns why.
+  absl::Status Broken(const absl::Status& why);
+
+  LinkPeers* const links_;
+  std::shared_ptr<LinkPeer> peer_;  // this push's turn lasts until it is null
+  std::unique_ptr<Stream> stream_;
+  uint64_t sent_ = 0;  // chunks
+};
+
+}  // namespace sluice
