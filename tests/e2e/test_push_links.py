@@ -188,7 +188,7 @@ def test_a_decode_node_that_stands_still_is_given_up_in_time_and_gets_the_rest_o
 
 
 def test_a_prefill_targetthat_is_killed_in_the_middle_leaves_the_decode_targetunharmed(start, model, expected):
-    # What the dead node had reserved goes with its lease.
+    # The lease gives back what the dead node had reserved.
     decode = node(start, model, *LINKS, "--lease-seconds", f"{5 * SCALE}s")
     before = decode.settled()
     dying = start("sluice-prefill", model, *LINKS, "--failpoints", "link.send=kill@6")

@@ -17,7 +17,7 @@
 namespace sluice {
 namespace {
 
-// What the messages under way of a link may take.
+// The most bytes that the messages under way of a link may take.
 constexpr uint64_t kMaxLinkBytes = uint64_t{256} << 20;
 
 // Returns bytes [offset, offset + bytes) of the pieces.

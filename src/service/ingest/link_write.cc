@@ -226,7 +226,7 @@ absl::Status LinkWrite::LandAll(PeerLink& link, absl::Status* failed) {
                             Next(landing.idle(), landing.full(), &over));
     if (over) return absl::OkStatus();
     if (next.has_value()) {
-      // What still comes after a chunk that failed is dropped, so that the link stays in order.
+      // Chunks behind one that failed are dropped, so that the link stays in order.
       SLUICE_RETURN_IF_ERROR(failed->ok() ? landing.Ask(*next) : landing.Drop(*next));
       continue;
     }
