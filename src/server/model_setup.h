@@ -36,9 +36,9 @@ absl::StatusOr<DeviceRates> MeasureNodeRates(const Config& config, Device* devic
 // Returns the options of a model whose steps have at most `max_rows` rows, of which `max_logits`
 // want logits. The errors are those of LoadModelConfig.
 absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows, int max_logits);
-// Loads the model with these options. `ranks`: those of the node, where it has several.
 // Returns the file of this rank for the setting expert_load_out.
 std::string ExpertLoadPath(const Config& config);
+// Loads the model with these options. `ranks`: those of the node, where it has several.
 absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
                                                  Device* device, RankGroup* ranks = nullptr);
 

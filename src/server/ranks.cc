@@ -71,8 +71,7 @@ absl::Status CheckRankIngest(const Config& config) {
   if (!MeetByGrpc(config)) {
     return absl::InvalidArgumentError(
         "rank_ingest_listen: ranks that share memory take their caches from rank 0: leave it out, "
-        "or "
-        "set rank_transport to grpc");
+        "or set rank_transport to grpc");
   }
   const auto listen = ParseHostPort(config.rank_ingest_listen());
   if (!listen.ok()) return WithMessagePrefix(listen.status(), "rank_ingest_listen");
