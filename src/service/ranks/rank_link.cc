@@ -101,11 +101,11 @@ class Leader final : public Link {
       : Link(options),
         far_(options.size,
              [this](int rank) {
-               return roster_.Fail(
+               return roster_.FailAfterLastWords(
                    RankLost(rank, absl::StrCat("of '", options_.leader, "' takes no more caches")));
              }),
         claims_(options.size, [this](int rank) {
-          return roster_.Fail(RankLost(
+          return roster_.FailAfterLastWords(RankLost(
               rank, absl::StrCat("of '", options_.leader, "' ended while a chunk came to it")));
         }) {
     roster_.OnFailure([this] { far_.End(); });

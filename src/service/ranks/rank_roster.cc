@@ -219,6 +219,13 @@ absl::Status RankRoster::Fail(const absl::Status& why) {
   return FailLocked(why);
 }
 
+absl::Status RankRoster::FailAfterLastWords(const absl::Status& why) {
+  absl::MutexLock lock(&mutex_);
+  const auto failed = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !failure_.ok(); };
+  mutex_.AwaitWithTimeout(absl::Condition(&failed), kLastWords);
+  return FailLocked(why);
+}
+
 absl::Status RankRoster::failure() const {
   if (!failed_.load(std::memory_order_acquire)) return absl::OkStatus();
   absl::MutexLock lock(&mutex_);

@@ -84,6 +84,9 @@ class RankRoster {
   int Alive() const;
   absl::Status Fail(const absl::Status& why);
   absl::Status failure() const;
+  // Fails because a stream of another kind with a rank has broken. A rank that fails says why on
+  // its own stream, which may come a moment later: so this waits for that first.
+  absl::Status FailAfterLastWords(const absl::Status& why);
 
   // Calls `end` soon after the node has failed, on a thread of the roster's. Null: nobody is
   // called any more, nor is a call under way.
