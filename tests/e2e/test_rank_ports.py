@@ -103,10 +103,18 @@ def decode(node, **request):
     return [token.id for token in found]
 
 
-def writes(log):
-    """Returns the payload bytes of every Write that a node's access log has."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [line["bytes"] for line in lines if line["method"] == "/sluice.v1.KvIngest/Write"]
+def writes(log, count):
+    """Returns the payload bytes of every Write that a node's access log has. Waits for `count` of them: ranks write
+    their lines a moment after the answers.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        text = log.read_text()
+        lines = [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+        found = [line["bytes"] for line in lines if line["method"] == "/sluice.v1.KvIngest/Write"]
+        if len(found) >= count or time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)
 
 
 def test_both_senders_use_the_ports_and_get_one_nodes_answers(ranks, model, start, tiny_models, tmp_path):
@@ -127,8 +135,9 @@ def test_both_senders_use_the_ports_and_get_one_nodes_answers(ranks, model, star
     if DEVICE == "cpu":
         assert answers[0] == answers[1]
     # A prompt goes in two streams, to a head each; or in one, to the rank of its sequence.
-    found = writes(log)
-    assert len(found) == (4 if model == "tiny-llama" else 2) and len(set(found)) == 1, found
+    expected = 4 if model == "tiny-llama" else 2
+    found = writes(log, expected)
+    assert len(found) == expected and len(set(found)) == 1, found
     assert Scrape(node.leader).get("sluice_ingest_bytes_total") == sum(found)
 
 

@@ -20,7 +20,7 @@ from sluice_client import cli, rpc
 from sluice_client.safetensors_file import SafetensorsFile
 
 ROOT = Path(__file__).resolve().parents[3]
-BIN = Path(os.environ.get("SLUICE_BIN_DIR", ROOT / "build/release/bin"))
+BIN = Path(os.environ.get("SLUICE_BIN_DIR", ROOT / "build/release/bin")).resolve()
 FIXTURES = ROOT / "tests/fixtures"
 SLUICE = ROOT / "tools/sluice"
 SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
