@@ -9,6 +9,7 @@
 #include "absl/strings/match.h"
 #include "src/base/error.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/cases.h"
 #include "tests/support/eventually.h"
 #include "tests/support/node.h"
 #include "tests/test_main.h"
@@ -91,8 +92,9 @@ void CheckSameBits(const Generated& got, const Generated& want) {
 
 TEST_CASE("a prompt that begins as an earlier one gives what it gives without, on every policy") {
   for (const std::string policy :
-       {"full", "oracle", "scout", "recall", "hgca", "clo", "fluxion", "fluxion, digests in DRAM",
-        "full, latent", "ess, latent", "full, latent, packed", "ess, latent, packed"}) {
+       testing::CasesToRun({"full", "oracle", "scout", "recall", "hgca", "clo", "fluxion",
+                            "fluxion, digests in DRAM", "full, latent", "ess, latent",
+                            "full, latent, packed", "ess, latent, packed"})) {
     INFO(policy);
     NodeOptions options = Options(policy);
     Node node(options);
@@ -264,7 +266,7 @@ TEST_CASE("preempted sequences come back with their shared blocks") {
 }
 
 TEST_CASE("many prompts pass through little DRAM, and the newest are found") {
-  for (const std::string policy : {"full", "scout", "ess, latent"}) {
+  for (const std::string policy : testing::CasesToRun({"full", "scout", "ess, latent"})) {
     INFO(policy);
     NodeOptions options = Options(policy);
     {

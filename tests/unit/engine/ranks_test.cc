@@ -9,6 +9,7 @@
 #include "src/base/error.h"
 #include "src/engine/rank_plan.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/cases.h"
 #include "tests/support/device.h"
 #include "tests/support/node.h"
 #include "tests/support/ranks.h"
@@ -177,7 +178,7 @@ TEST_CASE("an engine of ranks pads and records steps as one engine does", "[rank
 }
 
 TEST_CASE("an engine of ranks gives one engine's answers under every policy", "[ranks]") {
-  for (const char* policy : {"scout", "recall", "hgca"}) {
+  for (const char* policy : testing::CasesToRun({"scout", "recall", "hgca"})) {
     INFO(policy);
     NodeOptions options = OptionsFor("tiny-llama");
     options.policy.name = policy;

@@ -10,6 +10,7 @@
 #include "src/base/error.h"
 #include "src/base/manual_clock.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/cases.h"
 #include "tests/support/node.h"
 #include "tests/test_main.h"
 
@@ -69,8 +70,9 @@ std::vector<int32_t> Joined(std::initializer_list<std::vector<int32_t>> parts) {
 }
 
 TEST_CASE("turns of a kept sequence give what one prompt of all of them gives") {
-  for (const std::string policy : {"full", "oracle", "scout", "recall", "hgca", "clo", "fluxion",
-                                   "fluxion, digests in DRAM"}) {
+  for (const std::string policy :
+       testing::CasesToRun({"full", "oracle", "scout", "recall", "hgca", "clo", "fluxion",
+                            "fluxion, digests in DRAM"})) {
     INFO(policy);
     NodeOptions options = Options(policy.substr(0, policy.find(',')));
     // A kept sequence then leaves pages, and needs more than its tokens do.
