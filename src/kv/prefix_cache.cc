@@ -248,15 +248,17 @@ void PrefixCache::Prove(const std::string& tenant, absl::Span<const int32_t> tok
   absl::MutexLock lock(&mutex_);
   const auto root = roots_.find(tenant);
   if (root == roots_.end()) return;
+  const int64_t given = std::ssize(tokens) / unit_;
   Place at{root->second.get(), 0};
-  while ((at.units + 1) * unit_ <= std::ssize(tokens)) {
+  while (at.units < given) {
     PrefixNode* const child = ChildAt(at, tokens);
     if (child == nullptr) return;
     if (child->proof == proof) {
       child->proof = 0;
       Announce(child);
     }
-    const Place next = Follow(at, tokens, at.units + UnitsOf(*child));
+    // Another's run of blocks may be longer than the tokens.
+    const Place next = Follow(at, tokens, std::min(given, at.units + UnitsOf(*child)));
     if (next.node == at.node) return;  // it waits for another proof
     at = next;
   }
