@@ -421,7 +421,8 @@ class Process {
               staging.as<uint8_t>(),
               static_cast<size_t>(kind.bytes_per_token * kind.heads * (end - token)));
           for (int layer = 0; layer < layout.layers; ++layer) {
-            SLUICE_RETURN_IF_ERROR(pusher.Layer(layer, kind, token, end, {&piece, 1}));
+            SLUICE_RETURN_IF_ERROR(pusher.Layer(layer, kind, token, end, {&piece, 1},
+                                                {0, static_cast<uint32_t>(kind.heads)}));
           }
         }
         SLUICE_RETURN_IF_ERROR(pusher.Finish());

@@ -78,10 +78,6 @@ class LinkPush::Stream
     absl::MutexLock lock(&mutex_);
     return said_;
   }
-  bool over() {
-    absl::MutexLock lock(&mutex_);
-    return over_;
-  }
   // Returns the stream's status. Cancels it if it has not ended within `timeout`.
   absl::Status End(absl::Duration timeout) {
     const auto over = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return over_; };
