@@ -12,6 +12,7 @@
 #include "src/base/crc32c.h"
 #include "src/base/status_macros.h"
 #include "src/device/peer_link.h"
+#include "src/service/wire/chunking.h"
 #include "src/service/wire/status_mapping.h"
 
 namespace sluice {
@@ -19,25 +20,6 @@ namespace {
 
 // The most bytes that the messages under way of a link may take.
 constexpr uint64_t kMaxLinkBytes = uint64_t{256} << 20;
-
-// Returns bytes [offset, offset + bytes) of the pieces.
-std::vector<PeerLink::Piece> Slice(absl::Span<const absl::Span<const uint8_t>> pieces,
-                                   uint64_t offset, uint64_t bytes) {
-  std::vector<PeerLink::Piece> out;
-  for (const absl::Span<const uint8_t> piece : pieces) {
-    if (offset >= piece.size()) {
-      offset -= piece.size();
-      continue;
-    }
-    const uint64_t take = std::min<uint64_t>(bytes, piece.size() - offset);
-    out.push_back({const_cast<uint8_t*>(piece.data()) + offset, take});
-    offset = 0;
-    bytes -= take;
-    if (bytes == 0) break;
-  }
-  SLUICE_CHECK(bytes == 0, "the pieces end ", bytes, " bytes early");
-  return out;
-}
 
 }  // namespace
 
@@ -199,10 +181,11 @@ absl::Status LinkPush::Send(const std::vector<Chunk>& chunks,
                             absl::Span<const absl::Span<const uint8_t>> pieces) {
   SLUICE_CHECK(peer_ != nullptr, "a push that has ended sends no more");
   for (const Chunk& chunk : chunks) {
-    const std::vector<PeerLink::Piece> message = Slice(pieces, chunk.offset, chunk.bytes);
+    std::vector<PeerLink::Piece> message;
     uint32_t crc = 0;
-    for (const PeerLink::Piece& piece : message) {
-      crc = ExtendCrc32c(crc, {static_cast<const uint8_t*>(piece.data), piece.bytes});
+    for (const absl::Span<const uint8_t> piece : PiecesOfRange(pieces, chunk.offset, chunk.bytes)) {
+      message.push_back({const_cast<uint8_t*>(piece.data()), piece.size()});
+      crc = ExtendCrc32c(crc, piece);
     }
     v1::WriteByLinkRequest request;
     *request.mutable_chunk()->mutable_header() = chunk.header;

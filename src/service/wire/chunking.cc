@@ -83,21 +83,31 @@ bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
   });
 }
 
-std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset,
-                      uint64_t bytes) {
-  std::string out;
-  out.reserve(bytes);
+std::vector<absl::Span<const uint8_t>> PiecesOfRange(
+    absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset, uint64_t bytes) {
+  std::vector<absl::Span<const uint8_t>> out;
   for (const absl::Span<const uint8_t> piece : pieces) {
+    if (bytes == 0) break;
     if (offset >= piece.size()) {
       offset -= piece.size();
       continue;
     }
-    const uint64_t take = std::min<uint64_t>(bytes - out.size(), piece.size() - offset);
-    out.append(reinterpret_cast<const char*>(piece.data()) + offset, take);
+    const uint64_t take = std::min<uint64_t>(bytes, piece.size() - offset);
+    out.push_back(piece.subspan(offset, take));
     offset = 0;
-    if (out.size() == bytes) break;
+    bytes -= take;
   }
-  SLUICE_CHECK(out.size() == bytes, "the pieces end ", bytes - out.size(), " bytes early");
+  SLUICE_CHECK(bytes == 0, "the pieces end ", bytes, " bytes early");
+  return out;
+}
+
+std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset,
+                      uint64_t bytes) {
+  std::string out;
+  out.reserve(bytes);
+  for (const absl::Span<const uint8_t> piece : PiecesOfRange(pieces, offset, bytes)) {
+    out.append(reinterpret_cast<const char*>(piece.data()), piece.size());
+  }
   return out;
 }
 

@@ -51,7 +51,9 @@ absl::StatusOr<std::vector<ChunkPlan>> PlanChunksOfHeads(const CacheKind& kind, 
 bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
               const std::vector<MissingRange>& ranges);
 
-// Returns bytes [offset, offset + bytes) of the concatenated `pieces`.
+// Returns bytes [offset, offset + bytes) of the concatenated `pieces`: where they lie, or a copy.
+std::vector<absl::Span<const uint8_t>> PiecesOfRange(
+    absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset, uint64_t bytes);
 std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset,
                       uint64_t bytes);
 
