@@ -38,10 +38,10 @@ std::vector<Stretch> Union(std::vector<Stretch> all) {
   return apart;
 }
 
-double Seconds(const std::vector<Stretch>& apart) {
+absl::Duration TimeOf(const std::vector<Stretch>& apart) {
   absl::Duration sum;
   for (const auto& [begin, end] : apart) sum += end - begin;
-  return absl::ToDoubleSeconds(sum);
+  return sum;
 }
 
 }  // namespace
@@ -56,15 +56,16 @@ RankTrace SumOf(const std::vector<TraceSlice>& slices, absl::Time begin, absl::T
     if (IsExchange(slice.name)) exchange.emplace_back(slice.begin, slice.end);
   }
   others = Union(std::move(others));
-  const double beside = Seconds(others);
+  const absl::Duration beside = TimeOf(others);
   std::vector<Stretch> all = group;
   all.insert(all.end(), others.begin(), others.end());
   const auto each = 1.0 / static_cast<double>(steps);
   RankTrace sum;
   sum.step = absl::ToDoubleSeconds(end - begin) * each;
-  sum.collective = Seconds(Union(std::move(group))) * each;
-  sum.exchange = Seconds(Union(std::move(exchange))) * each;
-  sum.exposed = (Seconds(Union(std::move(all))) - beside) * each;
+  sum.collective = absl::ToDoubleSeconds(TimeOf(Union(std::move(group)))) * each;
+  sum.exchange = absl::ToDoubleSeconds(TimeOf(Union(std::move(exchange)))) * each;
+  // Durations are subtracted, because doubles would round and could exceed `collective`.
+  sum.exposed = absl::ToDoubleSeconds(TimeOf(Union(std::move(all))) - beside) * each;
   return sum;
 }
 

@@ -233,6 +233,16 @@ def greedy(**settings) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(temperature=0, **settings)
 
 
+def refused_as_ending(error: grpc.RpcError) -> bool:
+    """Returns whether `error` is what a call to a node that is about to end gets.
+
+    gRPC itself cancels a call that comes at the moment at which its server closes.
+    """
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return error.details() == "CANCELLED"
+    return error.code() is grpc.StatusCode.UNAVAILABLE
+
+
 def error_of(call) -> grpc.RpcError:
     """Returns the error with which `call()` ends. A stream is read to its end."""
     try:
