@@ -32,10 +32,10 @@ absl::StatusOr<size_t> PeerLink::BytesOf(absl::Span<const Piece> pieces) const {
   return bytes;
 }
 
-absl::Status PeerLink::Send(absl::Span<const Piece> pieces) {
+absl::Status PeerLink::Send(absl::Span<const Piece> pieces, bool checksum) {
   SLUICE_ASSIGN_OR_RETURN(const size_t bytes, BytesOf(pieces));
   if (SLUICE_FAILPOINT(kLinkSend)) Abort("failpoint link.send");
-  return SendMessage(pieces, bytes);
+  return SendMessage(pieces, bytes, checksum);
 }
 
 absl::Status PeerLink::Receive(absl::Span<const Piece> pieces) {

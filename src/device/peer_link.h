@@ -5,7 +5,8 @@
 // The contract. A link carries messages. The receiving end asks for them in the order in which they
 // are sent, and with their sizes. At most `depth` of them are under way at either end, so that the
 // next ones move while one lands. A message's checksum is computed at the receiving end, where its
-// bytes arrive: on the device, if the device has memory of its own.
+// bytes arrive, and at the sending end if it asks for that: on the device, if the device has memory
+// of its own.
 //
 // Failure. If the other end ends, or leaves a message waiting for `deadline`, the link has failed
 // for good: calls return UNAVAILABLE, and nothing more is written to the memory that Receive was
@@ -37,10 +38,15 @@ class PeerLink {
     void* data;  // null at the receiving end: these bytes are dropped
     size_t bytes;
   };
-  // Sends the pieces as one message. They must stay as they are until Flush, or until the link is
-  // gone. INVALID_ARGUMENT: the message is empty, or larger than PeerLinkOptions::message_bytes.
-  absl::Status Send(absl::Span<const Piece> pieces);
-  // Waits until the receiving end has all that was sent.
+  // Sends the pieces as one message. They must stay as they are until Flush or the message's Sent,
+  // or until the link is gone. With `checksum`, Sent gives the message's checksum, and fewer than
+  // depth() messages may be sent that Sent has not told of. INVALID_ARGUMENT: the message is empty,
+  // or larger than PeerLinkOptions::message_bytes.
+  absl::Status Send(absl::Span<const Piece> pieces, bool checksum = false);
+  // Waits until the receiving end has the oldest message that Sent has not told of, and returns the
+  // CRC-32C of the bytes that left. REQUIRES: that message was sent with a checksum.
+  virtual absl::StatusOr<uint32_t> Sent() = 0;
+  // Waits until the receiving end has all that was sent. Sent has nothing to tell then.
   virtual absl::Status Flush() = 0;
   // Asks for the next message, and puts its bytes into the pieces in order. The pieces are written
   // until Await has returned this message, or the link has failed. REQUIRES: fewer than depth()
@@ -51,13 +57,14 @@ class PeerLink {
   // Fails the link with `why`, here and, as soon as it is noticed, at the other end. Any thread.
   virtual void Abort(const std::string& why) = 0;
   int depth() const { return depth_; }
+  size_t message_bytes() const { return message_bytes_; }
 
   PeerLink(const PeerLink&) = delete;
   PeerLink& operator=(const PeerLink&) = delete;
 
  protected:
   PeerLink(size_t message_bytes, int depth) : message_bytes_(message_bytes), depth_(depth) {}
-  virtual absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes) = 0;
+  virtual absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes, bool checksum) = 0;
   virtual absl::Status ReceiveMessage(absl::Span<const Piece> pieces, size_t bytes) = 0;
 
  private:

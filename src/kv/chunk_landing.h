@@ -78,6 +78,8 @@ class ChunkLanding {
   };
   absl::StatusOr<std::vector<RankTarget>> TargetsOn(int rank) const;
   size_t kind() const { return kind_; }
+  // Sets the checksum that the header lacked. Comes before Finish.
+  void Expect(uint32_t crc32c) { header_.crc32c = crc32c; }
   void Received(uint32_t crc32c, bool differs = false);
   // Checks the checksum and counts the blocks as landed. Returns how many blocks are new: 0 if the
   // chunk repeats what is there. Errors:
@@ -109,7 +111,7 @@ class ChunkLanding {
   absl::Status OtherHeads(int rank) const;
 
   TransferStore* const store_;
-  const ChunkHeader header_;
+  ChunkHeader header_;
   std::shared_ptr<Transfer> transfer_;  // null until Begin has succeeded
   std::vector<size_t> claimed_;         // blocks that this landing writes, in the payload's order
   std::vector<Piece> pieces_;

@@ -215,9 +215,10 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   return reserved;
 }
 
-absl::StatusOr<std::unique_ptr<ChunkLanding>> TransferTable::BeginChunk(const ChunkHeader& header,
-                                                                        uint64_t payload_bytes) {
-  return ChunkLanding::Begin(store_.get(), header, payload_bytes, options_.max_chunk_bytes);
+absl::StatusOr<std::unique_ptr<ChunkLanding>> TransferTable::BeginChunk(
+    const ChunkHeader& header, uint64_t payload_bytes, std::optional<uint64_t> most) {
+  return ChunkLanding::Begin(store_.get(), header, payload_bytes,
+                             most.value_or(options_.max_chunk_bytes));
 }
 
 absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,

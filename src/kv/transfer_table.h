@@ -140,8 +140,10 @@ class TransferTable {
   //   RESOURCE_EXHAUSTED   no room now (TOO_MANY_TRANSFERS, DRAM_FULL, or the tenant's quota)
   absl::StatusOr<Reserved> Reserve(const Manifest& manifest);
   // Checks the header and opens the landing of `payload_bytes` bytes; see ChunkLanding::Begin.
-  absl::StatusOr<std::unique_ptr<ChunkLanding>> BeginChunk(const ChunkHeader& header,
-                                                           uint64_t payload_bytes);
+  // `most` is the largest payload of what brings it, where that is not a message of gRPC.
+  absl::StatusOr<std::unique_ptr<ChunkLanding>> BeginChunk(
+      const ChunkHeader& header, uint64_t payload_bytes,
+      std::optional<uint64_t> most = std::nullopt);
   // Returns the context length. If blocks are missing: FAILED_PRECONDITION, reason MISSING_BLOCKS,
   // and *missing (if not null) holds up to 64 ranges.
   absl::StatusOr<uint32_t> Commit(const std::string& transfer_id,

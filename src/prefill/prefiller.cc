@@ -96,12 +96,18 @@ class PrefillerImpl : public Prefiller {
     const int64_t reused = known == nullptr ? 0 : known->shared_tokens();
     SLUICE_CHECK(policy_->Admit(kSlot, reused, tokens, Promise::kFirm, known));
     policy_->WarmEvent(kSlot).Wait();
+    on_device_ = false;
     batch_->Join(*stream_, kSlot, prompt, sampling, seeds_(), static_cast<int32_t>(prompt.size()),
                  StopIds(sampling, model_->config().eos_token_ids));
     absl::StatusOr<PrefillResult> result =
         Compute(static_cast<int>(reused), static_cast<int>(tokens), sampling, want_first_token,
                 sink, cancelled);
-    // This is needed after an error too, because what was launched still writes to the pages.
+    // These are needed after an error too, because what was launched still writes to the pages, and
+    // what was taken is still read.
+    if (on_device_) {
+      absl::Status flushed = Flush(static_cast<int>(tokens), result.ok(), sink, cancelled);
+      if (result.ok() && !flushed.ok()) result = std::move(flushed);
+    }
     batch_->joined(kSlot).Wait();
     for (int buffer = 0; buffer < BatchState::kDepth; ++buffer) batch_->event(buffer).Wait();
     if (result.ok() && prefixes_ != nullptr && device_->Health().ok()) {
@@ -206,10 +212,9 @@ class PrefillerImpl : public Prefiller {
       const int64_t unit = prefixes_->unit_tokens();
       begin = static_cast<int>(std::min<int64_t>(sink.cached_tokens() / unit * unit, first));
     }
-    for (; begin < first; begin += chunk_tokens_) {
-      const int end = std::min(begin + chunk_tokens_, first);
-      SLUICE_RETURN_IF_ERROR(Push(begin, end, std::nullopt, sink, cancelled));
-    }
+    sent_from_ = begin;
+    on_device_ = sink.OnDevice();
+    SLUICE_RETURN_IF_ERROR(PushAll(begin, first, sink, cancelled));
     for (int chunk = 0; chunk < chunks; ++chunk) {
       // The device gets the next chunk before this one is sent.
       if (chunk + 1 < chunks) launch(chunk + 1);
@@ -246,10 +251,60 @@ class PrefillerImpl : public Prefiller {
          static_cast<int64_t>(kMaxHintUnits) / (int64_t{layout.layers} * kind.heads)}));
   }
 
-  // Sends tokens [begin, end) layer by layer through pinned memory. The next layer is copied while
-  // this one is pushed. `buffer` is that of the step that computes them; none: they are there.
+  // Sends tokens [begin, end), which are in the cache, in chunks.
+  absl::Status PushAll(int begin, int end, LayerSink& sink, const std::function<bool()>& cancelled)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    for (; begin < end; begin += chunk_tokens_) {
+      SLUICE_RETURN_IF_ERROR(
+          Push(begin, std::min(begin + chunk_tokens_, end), std::nullopt, sink, cancelled));
+    }
+    return absl::OkStatus();
+  }
+
+  // Sends tokens [begin, end) layer by layer. `buffer` is that of the step that computes them;
+  // none: they are in the cache.
   absl::Status Push(int begin, int end, std::optional<int> buffer, LayerSink& sink,
-                    const std::function<bool()>& cancelled) {
+                    const std::function<bool()>& cancelled) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (on_device_) {
+      SLUICE_ASSIGN_OR_RETURN(on_device_, PushOnDevice(begin, end, buffer, sink, cancelled));
+      if (on_device_) return absl::OkStatus();
+      // What was sent may be lost.
+      SLUICE_RETURN_IF_ERROR(PushAll(sent_from_, begin, sink, cancelled));
+    }
+    return PushByStaging(begin, end, buffer, sink, cancelled);
+  }
+
+  // Gives the sink the caches where they are. Returns what LayerOnDevice does.
+  absl::StatusOr<bool> PushOnDevice(int begin, int end, std::optional<int> buffer, LayerSink& sink,
+                                    const std::function<bool()>& cancelled) {
+    const CacheLayout& layout = model_->cache_layout();
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      if (cancelled()) return absl::CancelledError("the caller has gone");
+      if (buffer.has_value()) marking_.appended(*buffer, layer).Wait();
+      SLUICE_RETURN_IF_ERROR(device_->Health());
+      for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
+        SLUICE_ASSIGN_OR_RETURN(
+            const bool taken,
+            sink.LayerOnDevice(layer, layout.kinds[kind], begin, end,
+                               ChunkPieces(policy_->resident(kSlot), layer, kind, begin, end)));
+        if (!taken) return false;
+      }
+    }
+    return true;
+  }
+
+  // Waits until all that was taken on the device has arrived. If it is lost and still `wanted`,
+  // sends it again.
+  absl::Status Flush(int tokens, bool wanted, LayerSink& sink,
+                     const std::function<bool()>& cancelled) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    SLUICE_ASSIGN_OR_RETURN(on_device_, sink.FlushDevice());
+    if (on_device_ || !wanted) return absl::OkStatus();
+    return PushAll(sent_from_, tokens, sink, cancelled);
+  }
+
+  // Sends the layers through pinned memory. The next one is copied while one is pushed.
+  absl::Status PushByStaging(int begin, int end, std::optional<int> buffer, LayerSink& sink,
+                             const std::function<bool()>& cancelled) {
     const CacheLayout& layout = model_->cache_layout();
     for (int layer = 0; layer <= layout.layers; ++layer) {
       if (layer < layout.layers) Stage(buffer, layer, begin, end);
@@ -310,6 +365,10 @@ class PrefillerImpl : public Prefiller {
   std::array<Staging, 2> staging_;  // for even and odd layers
   const std::unique_ptr<Stream> copy_stream_;
   StepPlan plan_ ABSL_GUARDED_BY(mutex_);
+  // The first token of the running prompt that is sent, and whether its caches are sent from where
+  // they are.
+  int sent_from_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool on_device_ ABSL_GUARDED_BY(mutex_) = false;
   SplitMix64 seeds_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -16,8 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "src/base/clock.h"
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
@@ -45,6 +47,21 @@ class LayerSink {
   virtual int64_t cached_tokens() const { return 0; }
   virtual absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                              absl::Span<const absl::Span<const uint8_t>> pieces) = 0;
+  // A sink may take caches from where they lie in the device's memory, so that they do not pass
+  // through pinned memory. Asked once, after Begin.
+  virtual bool OnDevice() { return false; }
+  // Takes what Layer does, in order. `pieces` stay as they are until FlushDevice has returned.
+  // Returns false if what was taken so far may be lost: then every layer is given by Layer, from
+  // cached_tokens() on, and none by this any more.
+  virtual absl::StatusOr<bool> LayerOnDevice(int /*layer*/, const CacheKind& /*kind*/,
+                                             int /*token_begin*/, int /*token_end*/,
+                                             absl::Span<const absl::Span<const uint8_t>>
+                                             /*pieces*/) {
+    return false;
+  }
+  // Waits until what LayerOnDevice took has arrived, and returns what that does. Nothing reads the
+  // pieces after it, whatever it returns.
+  virtual absl::StatusOr<bool> FlushDevice() { return true; }
   // Returns, after Begin, the maximum tokens of a layer and KV head that hints may name. 0: hints
   // are of no use.
   virtual int64_t hint_tokens() const { return 0; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_peer_link.h"
@@ -23,8 +24,12 @@ absl::StatusOr<std::unique_ptr<PeerLinks>> LinksOf(Device* device) {
 
 }  // namespace
 
-size_t LinkMessageBytes(const Config& config) {
+size_t PushMessageBytes(const Config& config) {
   return std::min<size_t>(config.max_chunk_bytes(), size_t{8} << 20);
+}
+
+size_t PullMessageBytes(const Config& config, const PeerLinks& links) {
+  return PushMessageBytes(config) * (links.transport() == absl::string_view("nccl") ? 4 : 1);
 }
 
 absl::StatusOr<std::unique_ptr<PeerLinks>> NewKvLinks(const Config& config, Device* device) {

@@ -307,6 +307,8 @@ class Process {
     table.SetWake([] {});
     Channels channels{nullptr, MaxChunkMessageBytes(kChunkBytes)};
     LinkReader::Options read;
+    // This is what a node with --kv-transport nccl has.
+    if (flags_.device == "cuda") read.message_bytes = 4 * kChunkBytes;
     SLUICE_ASSIGN_OR_RETURN(read.peers.links, testing::TestPeerLinks(device_.get()));
     LinkReader reader(std::move(read));
     for (const bool by_link : {false, true}) {
@@ -382,10 +384,12 @@ class Process {
     const CacheLayout layout = Layout();
     const CacheKind& kind = layout.kinds[0];
     const auto bytes = static_cast<size_t>(layout.BytesFor(flags_.tokens));
-    SLUICE_ASSIGN_OR_RETURN(
-        const Buffer staging,
-        device_->Allocate(MemoryKind::kPinned,
-                          static_cast<size_t>(layout.BytesFor(kStep) / layout.layers), "a layer"));
+    const auto layer_bytes = static_cast<size_t>(layout.BytesFor(kStep) / layout.layers);
+    // A link sends from where the layer was computed; for gRPC the node has copied it by then.
+    SLUICE_ASSIGN_OR_RETURN(const Buffer hbm,
+                            device_->Allocate(MemoryKind::kDevice, layer_bytes, "a layer"));
+    SLUICE_ASSIGN_OR_RETURN(const Buffer staging,
+                            device_->Allocate(MemoryKind::kPinned, layer_bytes, "a layer"));
     std::memset(staging.data(), 3, staging.bytes());
     LinkPeers::Options ends;
     SLUICE_ASSIGN_OR_RETURN(ends.links, testing::TestPeerLinks(device_.get()));
@@ -418,13 +422,19 @@ class Process {
         for (int token = 0; token < flags_.tokens; token += kStep) {
           const int end = std::min(token + kStep, flags_.tokens);
           const absl::Span<const uint8_t> piece(
-              staging.as<uint8_t>(),
+              (by_link ? hbm : staging).as<uint8_t>(),
               static_cast<size_t>(kind.bytes_per_token * kind.heads * (end - token)));
           for (int layer = 0; layer < layout.layers; ++layer) {
-            SLUICE_RETURN_IF_ERROR(pusher.Layer(layer, kind, token, end, {&piece, 1},
-                                                {0, static_cast<uint32_t>(kind.heads)}));
+            if (pusher.OnDevice()) {
+              SLUICE_RETURN_IF_ERROR(
+                  pusher.LayerOnDevice(layer, kind, token, end, {&piece, 1}).status());
+            } else if (!by_link) {
+              SLUICE_RETURN_IF_ERROR(pusher.Layer(layer, kind, token, end, {&piece, 1},
+                                                  {0, static_cast<uint32_t>(kind.heads)}));
+            }
           }
         }
+        SLUICE_RETURN_IF_ERROR(pusher.FlushDevice().status());
         SLUICE_RETURN_IF_ERROR(pusher.Finish());
         if (round > 0) times.push_back(absl::Now() - begin);
         if (by_link && pusher.bytes_by_link() != bytes) {
@@ -435,7 +445,7 @@ class Process {
         abort.set_transfer_id(reserved.transfer_id());
         SLUICE_RETURN_IF_ERROR(FromGrpcStatus(stub->Abort(context().get(), abort, &aborted)));
       }
-      Print(by_link ? "push over the link, pinned to pinned DRAM"
+      Print(by_link ? "push over the link, HBM to pinned DRAM"
                     : "push over gRPC, pinned to pinned DRAM",
             bytes, times);
     }

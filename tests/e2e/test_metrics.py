@@ -46,7 +46,7 @@ class Scene:
 def scene(tiny_models, start, golden):
     node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
                  "--max-sequences", "2", "--slow-reader-timeout-seconds", "200ms",
-                 "--transfer-wait-seconds", "500ms", "--local-prefill", "on_failure",
+                 "--transfer-wait-seconds", "2s", "--local-prefill", "on_failure",
                  "--max-connections-per-peer", str(MOST_OF_PEER), "--kv-transport", "nccl")
     prefill = start("sluice-prefill", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB")
     return Scene(node, prefill, golden("tiny-llama"))

@@ -4,6 +4,7 @@
 #include "src/device/cpu/cpu_peer_link.h"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cstring>
 #include <deque>
@@ -60,7 +61,16 @@ class CpuPeerLink : public PeerLink {
            SlotBytes(options) * static_cast<size_t>(options.depth);
   }
 
-  absl::Status Flush() override { return AwaitWord(shared().taken, sent_, "its messages"); }
+  absl::Status Flush() override {
+    told_ = sent_;
+    return AwaitWord(shared().taken, sent_, "its messages");
+  }
+
+  absl::StatusOr<uint32_t> Sent() override {
+    SLUICE_CHECK(told_ != sent_, "Sent without a Send");
+    SLUICE_RETURN_IF_ERROR(AwaitWord(shared().taken, told_ + 1, "its oldest message"));
+    return crcs_[Slot(told_++)];
+  }
 
   absl::StatusOr<uint32_t> Await() override {
     SLUICE_CHECK(!asked_.empty(), "Await without a Receive");
@@ -114,17 +124,25 @@ class CpuPeerLink : public PeerLink {
         absl::StrCat("the link failed while this end waited for ", what, ": ", status.message()));
   }
 
-  absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes) override {
+  absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes, bool checksum) override {
     SLUICE_CHECK(options_.sends, "only the sending end of a link sends");
+    const auto ring = static_cast<uint32_t>(depth());
+    SLUICE_CHECK(!checksum || sent_ - told_ < ring, "nobody asked for the last checksums");
     if (!host_->failure().ok()) return Failure();
-    SLUICE_RETURN_IF_ERROR(AwaitWord(shared().taken, sent_ + 1 - static_cast<uint32_t>(depth()),
-                                     "room for a message"));
+    SLUICE_RETURN_IF_ERROR(AwaitWord(shared().taken, sent_ + 1 - ring, "room for a message"));
+    if (sent_ - told_ == ring) ++told_;
     shared().bytes[Slot(sent_)] = bytes;
     uint8_t* to = DataOf(sent_);
+    uint32_t crc = 0;
     for (const Piece& piece : pieces) {
-      std::memcpy(to, piece.data, piece.bytes);
-      to += piece.bytes;
+      for (size_t at = 0; at < piece.bytes; at += kPassBytes) {
+        const size_t take = std::min(kPassBytes, piece.bytes - at);
+        std::memcpy(to, static_cast<const uint8_t*>(piece.data) + at, take);
+        if (checksum) crc = ExtendCrc32c(crc, {to, take});
+        to += take;
+      }
     }
+    crcs_[Slot(sent_)] = crc;
     HostRanks::Post(shared().sent, ++sent_);
     return absl::OkStatus();
   }
@@ -139,6 +157,8 @@ class CpuPeerLink : public PeerLink {
   const PeerLinkOptions options_;
   const std::unique_ptr<HostRanks> host_;
   uint32_t sent_ = 0, taken_ = 0;
+  uint32_t told_ = 0;  // messages of which Sent or Flush has told
+  std::array<uint32_t, kMaxLinkDepth> crcs_;
   std::deque<std::vector<Piece>> asked_;
 };
 

@@ -1,8 +1,8 @@
 // A message has a slot of a ring in HBM at either end. The sending end fills it on its copy stream,
 // unless the message is one piece of HBM, and sends it on the stream of the communicator. The
 // receiving end receives into its slot, or straight into a single piece. Then it copies to the
-// pieces on its copy stream and computes the checksum on a third one, beside that copy and while
-// the next message arrives.
+// pieces on its copy stream. Either end computes the checksum on a third stream, beside that copy
+// and while the next message moves.
 //
 // NCCL's kernels wait on the GPU for the other end, so nothing on the host waits but the caller,
 // who looks at events until the deadline, and then aborts the communicator. That ends the kernels;
@@ -116,13 +116,8 @@ class NcclPeerLink : public PeerLink {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<uint32_t> Await() override {
-    SLUICE_CHECK(ended_ != begun_, "Await without a Receive");
-    Slot& slot = SlotOf(ended_);
-    SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
-    ++ended_;
-    return *slot.host_crc;
-  }
+  absl::StatusOr<uint32_t> Sent() override { return ChecksumOfOldest(); }
+  absl::StatusOr<uint32_t> Await() override { return ChecksumOfOldest(); }
 
   void Abort(const std::string& why) override {
     stop_.store(true);
@@ -156,13 +151,11 @@ class NcclPeerLink : public PeerLink {
 
   struct Slot {
     uint8_t* hbm = nullptr;
-    // The receiving end alone uses these:
     uint32_t* crc = nullptr;         // in HBM
     uint32_t* host_crc = nullptr;    // pinned
     std::unique_ptr<Event> checked;  // host_crc is there
-    // Both ends use these:
-    std::unique_ptr<Event> moved;  // the slot is filled, or the message has arrived
-    std::unique_ptr<Event> done;   // the message is sent, or has landed
+    std::unique_ptr<Event> moved;    // the slot is filled, or the message has arrived
+    std::unique_ptr<Event> done;     // the message is sent, or has landed
     std::vector<Stream::CopyOp> ops;
   };
 
@@ -172,8 +165,31 @@ class NcclPeerLink : public PeerLink {
   size_t SlotBytes() const { return (options_.message_bytes + 255) / 256 * 256; }
   Slot& SlotOf(uint64_t message) { return slots_[message % slots_.size()]; }
 
-  absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes) override {
+  // Computes the checksum of a message that `slot.moved` says is at `data`.
+  void Check(Slot& slot, const uint8_t* data, size_t bytes) {
+    checks_->WaitFor(*slot.moved);
+    checks_->Fill(slot.crc, 0, sizeof(uint32_t));
+    if (checks_->usable()) {
+      checks_->Check(kernels::cuda::LaunchCrc32c(data, static_cast<int64_t>(bytes), slot.crc,
+                                                 checks_->handle()),
+                     "a checksum");
+    }
+    checks_->Copy(slot.host_crc, slot.crc, sizeof(uint32_t));
+    checks_->Record(*slot.checked);
+  }
+
+  absl::StatusOr<uint32_t> ChecksumOfOldest() {
+    SLUICE_CHECK(ended_ != begun_, "no message is under way");
+    Slot& slot = SlotOf(ended_);
+    SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
+    ++ended_;
+    return *slot.host_crc;
+  }
+
+  absl::Status SendMessage(absl::Span<const Piece> pieces, size_t bytes, bool checksum) override {
     SLUICE_CHECK(options_.sends, "only the sending end of a link sends");
+    SLUICE_CHECK(!checksum || begun_ - ended_ < slots_.size(),
+                 "nobody asked for the last checksums");
     Slot& slot = SlotOf(begun_);
     if (begun_ - ended_ == slots_.size()) {
       SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
@@ -200,6 +216,7 @@ class NcclPeerLink : public PeerLink {
                nccl_.send(source, bytes, ncclUint8, kReceiver, comm_, stream_->handle()),
                options_.deadline));
     stream_->Record(*slot.done);
+    if (checksum) Check(slot, source, bytes);
     Begun();
     return absl::OkStatus();
   }
@@ -226,15 +243,7 @@ class NcclPeerLink : public PeerLink {
     }
     if (!slot.ops.empty()) copies_->CopyBatch(slot.ops.data(), slot.ops.size());
     copies_->Record(*slot.done);
-    checks_->WaitFor(*slot.moved);
-    checks_->Fill(slot.crc, 0, sizeof(uint32_t));
-    if (checks_->usable()) {
-      checks_->Check(kernels::cuda::LaunchCrc32c(target, static_cast<int64_t>(bytes), slot.crc,
-                                                 checks_->handle()),
-                     "a checksum");
-    }
-    checks_->Copy(slot.host_crc, slot.crc, sizeof(uint32_t));
-    checks_->Record(*slot.checked);
+    Check(slot, target, bytes);
     Begun();
     return absl::OkStatus();
   }

@@ -54,7 +54,11 @@ absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::Cli
 }
 
 KvPusher::KvPusher(v1::KvIngest::Stub* stub, Options options)
-    : stub_(stub), options_(std::move(options)), to_rank_(options_.rank_stub != nullptr) {}
+    : stub_(stub),
+      options_(std::move(options)),
+      to_rank_(options_.rank_stub != nullptr),
+      filter_(options_.filter),
+      missing_(options_.missing) {}
 
 KvPusher::~KvPusher() {
   if (thread_.joinable()) (void)Abandon();
@@ -77,7 +81,7 @@ absl::StatusOr<std::vector<KvPusher::Chunk>> KvPusher::ChunksOf(int layer, const
     chunk.header.set_head_end(plan.head_end);
     chunk.header.set_token_begin(plan.token_begin);
     chunk.header.set_token_end(plan.token_end);
-    if (options_.filter && !Overlaps(chunk.header, options_.missing)) continue;
+    if (filter_ && !Overlaps(chunk.header, missing_)) continue;
     chunks.push_back(std::move(chunk));
   }
   return chunks;
@@ -86,28 +90,7 @@ absl::StatusOr<std::vector<KvPusher::Chunk>> KvPusher::ChunksOf(int layer, const
 absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                              Pieces pieces, HeadRange heads) {
   if (token_end <= options_.cached_tokens) return absl::OkStatus();
-  if (options_.links != nullptr && !link_use_.has_value()) OpenLink();
-  if (link_ != nullptr) {
-    SLUICE_ASSIGN_OR_RETURN(
-        const std::vector<Chunk> chunks,
-        ChunksOf(layer, kind, token_begin, token_end,
-                 std::min<uint64_t>(link_->message_bytes(), options_.max_chunk_bytes), heads));
-    if (first_sent_ == absl::InfiniteFuture()) first_sent_ = absl::Now();
-    std::vector<LinkPush::Chunk> messages;
-    uint64_t bytes = 0;
-    for (const Chunk& chunk : chunks) {
-      messages.push_back({chunk.header, chunk.plan.offset, chunk.plan.bytes});
-      bytes += chunk.plan.bytes;
-    }
-    const absl::Status sent = link_->Send(messages, pieces);
-    if (sent.ok()) {
-      bytes_by_link_ += bytes;
-      return sent;
-    }
-    LinkEnded(sent);
-    if (!status_.ok()) return status_;
-  }
-  // If some of these have landed over the link, the node compares them and counts them once.
+  if (link_use_ == LinkUse::kBroken && !std::exchange(asked_, true)) FindMissing();
   SLUICE_ASSIGN_OR_RETURN(
       const std::vector<Chunk> chunks,
       ChunksOf(layer, kind, token_begin, token_end, options_.max_chunk_bytes, heads));
@@ -120,6 +103,42 @@ absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, 
     SLUICE_RETURN_IF_ERROR(Enqueue(std::move(chunk)));
   }
   return absl::OkStatus();
+}
+
+bool KvPusher::OnDevice() {
+  if (options_.links != nullptr && !link_use_.has_value()) OpenLink();
+  return link_ != nullptr;
+}
+
+absl::StatusOr<bool> KvPusher::LayerOnDevice(int layer, const CacheKind& kind, int token_begin,
+                                             int token_end, Pieces pieces) {
+  SLUICE_CHECK(link_ != nullptr, "nothing takes caches on the device");
+  if (token_end <= options_.cached_tokens) return true;
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::vector<Chunk> chunks,
+      ChunksOf(layer, kind, token_begin, token_end,
+               std::min<uint64_t>(link_->message_bytes(), options_.max_chunk_bytes),
+               {0, static_cast<uint32_t>(kind.heads)}));
+  if (first_sent_ == absl::InfiniteFuture()) first_sent_ = absl::Now();
+  std::vector<LinkPush::Chunk> messages;
+  for (const Chunk& chunk : chunks) {
+    messages.push_back({chunk.header, chunk.plan.offset, chunk.plan.bytes});
+  }
+  const absl::Status sent = link_->Send(messages, pieces);
+  if (!sent.ok()) SLUICE_RETURN_IF_ERROR(LinkEnded(sent));
+  return sent.ok();
+}
+
+absl::StatusOr<bool> KvPusher::FlushDevice() {
+  if (link_ == nullptr) return true;
+  const absl::Status landed = link_->Finish();
+  if (!landed.ok()) {
+    SLUICE_RETURN_IF_ERROR(LinkEnded(landed));
+    return false;
+  }
+  bytes_by_link_ = link_->bytes_landed();
+  link_.reset();
+  return true;
 }
 
 void KvPusher::OpenLink() {
@@ -142,20 +161,32 @@ void KvPusher::OpenLink() {
        {"why", opened.status().ToString()}});
 }
 
-void KvPusher::LinkEnded(const absl::Status& why) {
+absl::Status KvPusher::LinkEnded(const absl::Status& why) {
+  bytes_by_link_ = link_->bytes_landed();
   link_.reset();
   link_use_ = LinkUse::kBroken;
   if (!MayMend(why)) {
     status_ = why;
     absl::MutexLock lock(&mutex_);
     broken_ = true;
-    return;
+    return why;
   }
   Log(LogLevel::kWarn, "a link broke: pushing the rest over gRPC",
       {{"transfer_id", options_.transfer_id},
        {"decode_node", options_.address},
        {"bytes_by_link", bytes_by_link_},
        {"why", why.ToString()}});
+  return absl::OkStatus();
+}
+
+void KvPusher::FindMissing() {
+  // If the node does not say what is missing, all is sent: it compares what it has, and counts it
+  // once.
+  absl::StatusOr<TransferProgress> progress =
+      GetProgress(stub_, options_.call_context().get(), options_.transfer_id);
+  if (!progress.ok() || progress->everything) return;
+  filter_ = true;
+  missing_ = std::move(progress->missing);
 }
 
 absl::Status KvPusher::Enqueue(v1::WriteRequest chunk) {
@@ -281,9 +312,7 @@ absl::Status KvPusher::PrepareResume(int resume) {
 }
 
 absl::Status KvPusher::Finish() {
-  // Everything that went over the link has landed, whatever becomes of the link.
-  if (link_ != nullptr) link_->Finish().IgnoreError();
-  link_.reset();
+  SLUICE_CHECK(link_ == nullptr, "FlushDevice comes first");
   {
     absl::MutexLock lock(&mutex_);
     closed_ = true;
@@ -293,8 +322,7 @@ absl::Status KvPusher::Finish() {
 }
 
 absl::Status KvPusher::Abandon() {
-  if (link_ != nullptr) link_->Finish().IgnoreError();
-  link_.reset();
+  (void)FlushDevice();
   bool broken;
   {
     absl::MutexLock lock(&mutex_);

@@ -1,7 +1,7 @@
 // Pushes a prompt's caches into a decode node while they are computed. Where both nodes have links,
-// Layer() sends over one (link_push.h) until that fails. Otherwise, and from then on, it cuts and
-// queues chunks, and a thread of the pusher sends them over KvIngest.Write. A stream that breaks is
-// opened again and goes on with the chunks that have not landed.
+// LayerOnDevice() sends over one (link_push.h) until that fails. Otherwise, and from then on,
+// Layer() cuts and queues chunks, and a thread of the pusher sends them over KvIngest.Write. A
+// stream that breaks is opened again and goes on with the chunks that have not landed.
 #pragma once
 
 #include <grpcpp/channel.h>
@@ -78,13 +78,20 @@ class KvPusher {
   // Cancels the stream if it is still open.
   ~KvPusher();
 
-  // Takes these heads of a layer, as LayerSink::Layer says. Blocks until they have landed, if they
-  // go over a link, and otherwise while kMaxQueuedBytes wait to be sent. Fails once nothing more
-  // can be sent. REQUIRES: with `links` they are all heads.
+  // These three are as LayerSink says. The first call opens the link.
+  bool OnDevice();
+  absl::StatusOr<bool> LayerOnDevice(int layer, const CacheKind& kind, int token_begin,
+                                     int token_end,
+                                     absl::Span<const absl::Span<const uint8_t>> pieces);
+  absl::StatusOr<bool> FlushDevice();
+  // Takes these heads of a layer, as LayerSink::Layer says. Blocks while kMaxQueuedBytes wait to be
+  // sent. Fails once nothing more can be sent. After a link has broken, sends only what had not
+  // landed then.
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                      absl::Span<const absl::Span<const uint8_t>> pieces, HeadRange heads);
 
-  // Sends what is queued, closes the stream, and returns the decode node's status.
+  // Sends what is queued, closes the stream, and returns the decode node's status. FlushDevice
+  // comes before it.
   absl::Status Finish();
   // Gives up. Returns the error that broke the stream, or OK if nothing had.
   absl::Status Abandon();
@@ -111,8 +118,10 @@ class KvPusher {
   absl::StatusOr<std::vector<Chunk>> ChunksOf(int layer, const CacheKind& kind, int token_begin,
                                               int token_end, uint64_t most, HeadRange heads) const;
   void OpenLink();
-  // Gives the link up: the rest goes over gRPC, unless the error is the transfer's own.
-  void LinkEnded(const absl::Status& why);
+  // Gives the link up. Returns OK if gRPC may carry the rest; else the error is the transfer's own.
+  absl::Status LinkEnded(const absl::Status& why);
+  // Finds out what had not landed when the link broke.
+  void FindMissing();
   absl::Status Enqueue(v1::WriteRequest chunk);
   void SendLoop();
   // Runs one stream to its end. Returns OK if everything was sent and the node has answered.
@@ -141,16 +150,19 @@ class KvPusher {
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;
 
   bool to_rank_ = false;  // the sending thread's
-  // The sending thread writes these; they are read after it was joined. Without one, Layer writes
-  // them.
+  // The sending thread writes these; they are read after it was joined. Without one, the thread
+  // that calls Layer writes them.
   absl::Status status_;
   uint64_t bytes_sent_ = 0;
   absl::Time first_sent_ = absl::InfiniteFuture();
   std::thread thread_;  // begins with the first chunk for gRPC
 
   // Used by the thread that calls Layer.
+  bool filter_;
+  std::vector<MissingRange> missing_;
   std::unique_ptr<LinkPush> link_;
   std::optional<LinkUse> link_use_;
+  bool asked_ = false;  // FindMissing was called
   uint64_t bytes_by_link_ = 0;
 };
 

@@ -9,7 +9,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "src/base/crc32c.h"
 #include "src/base/status_macros.h"
 #include "src/device/peer_link.h"
 #include "src/service/wire/chunking.h"
@@ -171,6 +170,7 @@ absl::StatusOr<std::unique_ptr<LinkPush>> LinkPush::Open(const Options& options)
 }
 
 absl::Status LinkPush::Broken(const absl::Status& why) {
+  Heard();
   stream_.reset();
   peer_->link.reset();
   peer_.reset();
@@ -181,41 +181,67 @@ absl::Status LinkPush::Send(const std::vector<Chunk>& chunks,
                             absl::Span<const absl::Span<const uint8_t>> pieces) {
   SLUICE_CHECK(peer_ != nullptr, "a push that has ended sends no more");
   for (const Chunk& chunk : chunks) {
-    std::vector<PeerLink::Piece> message;
-    uint32_t crc = 0;
-    for (const absl::Span<const uint8_t> piece : PiecesOfRange(pieces, chunk.offset, chunk.bytes)) {
-      message.push_back({const_cast<uint8_t*>(piece.data()), piece.size()});
-      crc = ExtendCrc32c(crc, piece);
-    }
-    v1::WriteByLinkRequest request;
-    *request.mutable_chunk()->mutable_header() = chunk.header;
-    request.mutable_chunk()->mutable_header()->clear_transfer_id();
-    request.mutable_chunk()->mutable_header()->set_crc32c(crc);
-    request.mutable_chunk()->set_bytes(chunk.bytes);
-    // The header goes first: NCCL sends nothing before the other end has asked for a message.
-    absl::Status sent = stream_->Write(request, links_->deadline());
-    if (sent.ok()) sent = peer_->link->Send(message);
-    if (!sent.ok()) return Broken(sent);
-    ++sent_;
+    if (Heard().failed()) return Finish();
+    if (const absl::Status sent = SendChunk(chunk, pieces); !sent.ok()) return Broken(sent);
   }
-  if (const absl::Status flushed = peer_->link->Flush(); !flushed.ok()) return Broken(flushed);
-  const auto landed = [&](const v1::WriteByLinkResponse& said) {
+  return absl::OkStatus();
+}
+
+absl::Status LinkPush::SendChunk(const Chunk& chunk,
+                                 absl::Span<const absl::Span<const uint8_t>> pieces) {
+  if (sent_ - checked_ == static_cast<uint64_t>(peer_->link->depth())) {
+    SLUICE_RETURN_IF_ERROR(SendChecksum());
+  }
+  std::vector<PeerLink::Piece> message;
+  for (const absl::Span<const uint8_t> piece : PiecesOfRange(pieces, chunk.offset, chunk.bytes)) {
+    message.push_back({const_cast<uint8_t*>(piece.data()), piece.size()});
+  }
+  v1::WriteByLinkRequest request;
+  *request.mutable_chunk()->mutable_header() = chunk.header;
+  request.mutable_chunk()->mutable_header()->clear_transfer_id();
+  request.mutable_chunk()->set_bytes(chunk.bytes);
+  // The header goes first: NCCL sends nothing before the other end has asked for a message.
+  SLUICE_RETURN_IF_ERROR(stream_->Write(request, links_->deadline()));
+  SLUICE_RETURN_IF_ERROR(peer_->link->Send(message, /*checksum=*/true));
+  coming_.push_back(chunk.bytes);
+  ++sent_;
+  return absl::OkStatus();
+}
+
+absl::Status LinkPush::SendChecksum() {
+  SLUICE_ASSIGN_OR_RETURN(const uint32_t crc, peer_->link->Sent());
+  v1::WriteByLinkRequest request;
+  request.set_crc32c(crc);
+  SLUICE_RETURN_IF_ERROR(stream_->Write(request, links_->deadline()));
+  ++checked_;
+  return absl::OkStatus();
+}
+
+v1::WriteByLinkResponse LinkPush::Heard() {
+  v1::WriteByLinkResponse said = stream_->said();
+  for (; landed_ < said.chunks_landed() && !coming_.empty(); ++landed_) {
+    bytes_landed_ += coming_.front();
+    coming_.pop_front();
+  }
+  return said;
+}
+
+absl::Status LinkPush::Settle() {
+  while (checked_ < sent_) SLUICE_RETURN_IF_ERROR(SendChecksum());
+  const auto over = [this](const v1::WriteByLinkResponse& said) {
     return said.failed() || said.chunks_landed() >= sent_;
   };
-  if (!stream_->Await(landed, links_->deadline())) {
-    return Broken(absl::UnavailableError("the decode node leaves chunks of a link unanswered"));
+  if (!stream_->Await(over, links_->deadline())) {
+    return absl::UnavailableError("the decode node leaves chunks of a link unanswered");
   }
-  const v1::WriteByLinkResponse said = stream_->said();
-  if (said.failed()) {
-    const absl::Status why = Finish();
-    return why.ok() ? absl::InternalError("the decode node did not say why") : why;
-  }
-  if (said.chunks_landed() >= sent_) return absl::OkStatus();
-  return Broken(stream_->End(absl::ZeroDuration()));
+  if (over(Heard())) return absl::OkStatus();
+  return stream_->End(absl::ZeroDuration());  // it broke off
 }
 
 absl::Status LinkPush::Finish() {
   if (peer_ == nullptr) return absl::OkStatus();
+  if (const absl::Status settled = Settle(); !settled.ok()) return Broken(settled);
+  const bool failed = Heard().failed();
   v1::WriteByLinkRequest request;
   request.set_end(true);
   absl::Status status = stream_->Write(request, links_->deadline());
@@ -225,6 +251,7 @@ absl::Status LinkPush::Finish() {
   if (absl::IsUnavailable(status) || absl::IsCancelled(status)) return Broken(status);
   stream_.reset();
   peer_.reset();
+  if (failed && status.ok()) return absl::InternalError("the decode node did not say why");
   return status;
 }
 

@@ -1,5 +1,6 @@
-// The transport's threads bring headers into a queue. The link's thread (LinkServer) takes them
-// out, asks for their messages and lands them, once the calls that were there before are over.
+// The transport's threads bring headers and checksums into queues. The link's thread (LinkServer)
+// takes them out, asks for the messages and lands them, once the calls that were there before are
+// over.
 #include "src/service/ingest/link_write.h"
 
 #include <grpcpp/grpcpp.h>
@@ -26,8 +27,8 @@
 namespace sluice {
 namespace {
 
-// Headers that wait for the link. Beyond it nothing is read, so that the transport holds the
-// sender.
+// Headers, or checksums, that wait for the link. Beyond it nothing is read, so that the transport
+// holds the sender.
 constexpr size_t kMaxWaiting = 256;
 constexpr size_t kMaxLinkIdBytes = 1024;
 
@@ -65,8 +66,8 @@ class LinkWrite : public grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::Wri
       if (!status.ok()) End(status);
     }
     absl::MutexLock lock(&mutex_);
-    reading_ = !end_.has_value() && waiting_.size() < kMaxWaiting;
-    if (reading_) StartRead(&request_);
+    reading_ = false;
+    ReadOn();
   }
   void OnWriteDone(bool /*ok*/) override {
     absl::MutexLock lock(&mutex_);
@@ -93,13 +94,29 @@ class LinkWrite : public grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::Wri
   void Keep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     closed_ = closed_ || request_.end();
     if (request_.has_chunk()) waiting_.push_back(std::move(*request_.mutable_chunk()));
+    if (request_.has_crc32c()) checksums_.push_back(request_.crc32c());
+  }
+  bool full() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return waiting_.size() >= kMaxWaiting || checksums_.size() >= kMaxWaiting;
+  }
+  // Reads the next message, if none is being read and there is room for it.
+  void ReadOn() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (reading_ || end_.has_value() || full()) return;
+    reading_ = true;
+    StartRead(&request_);
   }
   // Lands what comes, on the link's thread. An error ends the link.
   absl::Status Land(PeerLink& link);
   absl::Status LandAll(PeerLink& link, absl::Status* failed);
-  // Returns a header, if there is one and `full` is not set. If there is none and the caller is
-  // idle, waits for one. Sets *over once none will come any more.
-  absl::StatusOr<std::optional<v1::LinkChunk>> Next(bool idle, bool full, bool* over);
+  // Says what the link's thread does next: ask for this chunk, or land the oldest that has arrived,
+  // or end, or, if none of these is set, await the oldest message that is moving.
+  struct Turn {
+    std::optional<v1::LinkChunk> chunk;
+    std::optional<uint32_t> crc32c;
+    bool over = false;
+  };
+  // Waits for the sender if no message is moving.
+  absl::StatusOr<Turn> Next(const LinkLanding& landing);
 
   // Changes the next answer, and sends it as soon as no other is under way.
   template <typename Change>
@@ -146,6 +163,7 @@ class LinkWrite : public grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::Wri
 
   absl::Mutex mutex_;
   std::deque<v1::LinkChunk> waiting_ ABSL_GUARDED_BY(mutex_);
+  std::deque<uint32_t> checksums_ ABSL_GUARDED_BY(mutex_);
   bool reading_ ABSL_GUARDED_BY(mutex_) = true;
   bool opened_ ABSL_GUARDED_BY(mutex_) = false;
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;       // the sender has said `end`
@@ -220,17 +238,19 @@ absl::Status LinkWrite::Land(PeerLink& link) {
 absl::Status LinkWrite::LandAll(PeerLink& link, absl::Status* failed) {
   Say([](v1::WriteByLinkResponse& answer) { answer.set_ready(true); });
   LinkLanding landing(&link, options_.transfers, transfer_id_);
-  bool over = false;
   while (true) {
-    SLUICE_ASSIGN_OR_RETURN(const std::optional<v1::LinkChunk> next,
-                            Next(landing.idle(), landing.full(), &over));
-    if (over) return absl::OkStatus();
-    if (next.has_value()) {
+    SLUICE_ASSIGN_OR_RETURN(const Turn turn, Next(landing));
+    if (turn.over) return absl::OkStatus();
+    if (turn.chunk.has_value()) {
       // Chunks behind one that failed are dropped, so that the link stays in order.
-      SLUICE_RETURN_IF_ERROR(failed->ok() ? landing.Ask(*next) : landing.Drop(*next));
+      SLUICE_RETURN_IF_ERROR(failed->ok() ? landing.Ask(*turn.chunk) : landing.Drop(*turn.chunk));
       continue;
     }
-    SLUICE_ASSIGN_OR_RETURN(const LinkLanding::Landed landed, landing.Await());
+    if (!turn.crc32c.has_value()) {
+      SLUICE_RETURN_IF_ERROR(landing.Arrive());
+      continue;
+    }
+    const LinkLanding::Landed landed = landing.Land(*turn.crc32c);
     if (landed.blocks.ok() && bytes_landed_ == 0) watch_->StreamBegan(transfer_id_);
     watch_->ChunkEnded(landed.blocks, landed.bytes);
     if (landed.blocks.ok()) bytes_landed_ += landed.bytes;
@@ -244,24 +264,37 @@ absl::Status LinkWrite::LandAll(PeerLink& link, absl::Status* failed) {
   }
 }
 
-absl::StatusOr<std::optional<v1::LinkChunk>> LinkWrite::Next(bool idle, bool full, bool* over) {
-  const auto any = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return !waiting_.empty() || closed_ || broken_;
-  };
+absl::StatusOr<LinkWrite::Turn> LinkWrite::Next(const LinkLanding& landing) {
+  Turn turn;
   absl::MutexLock lock(&mutex_);
-  if (idle) mutex_.Await(absl::Condition(&any));
+  const auto asks = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return !waiting_.empty() && !landing.full();
+  };
+  const auto lands = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return !checksums_.empty() && landing.arrived();
+  };
+  const auto any = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return asks() || lands() || closed_ || broken_ || full();
+  };
+  if (!landing.moving()) mutex_.Await(absl::Condition(&any));
   if (broken_) return absl::CancelledError("the stream of a push by link broke off");
-  if (full || waiting_.empty()) {
-    *over = idle && closed_;
-    return std::nullopt;
+  if (asks()) {
+    turn.chunk = std::move(waiting_.front());
+    waiting_.pop_front();
+  } else if (landing.moving()) {
+    return turn;
+  } else if (lands()) {
+    turn.crc32c = checksums_.front();
+    checksums_.pop_front();
+  } else if (landing.arrived()) {
+    return InvalidField("crc32c", "is missing for a chunk whose bytes have come");
+  } else if (!closed_) {
+    return InvalidField("crc32c", "has come for more chunks than were sent");
+  } else {
+    turn.over = true;
   }
-  v1::LinkChunk next = std::move(waiting_.front());
-  waiting_.pop_front();
-  if (!reading_) {
-    reading_ = true;
-    StartRead(&request_);
-  }
-  return next;
+  ReadOn();
+  return turn;
 }
 
 }  // namespace

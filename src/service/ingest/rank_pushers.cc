@@ -52,6 +52,16 @@ absl::Status RankPushers::Layer(int layer, const CacheKind& kind, int token_begi
   return next < heads ? send(own_, {next, heads}) : absl::OkStatus();
 }
 
+bool RankPushers::OnDevice() { return ports_.empty() && PusherOf(own_)->OnDevice(); }
+
+absl::StatusOr<bool> RankPushers::LayerOnDevice(
+    int layer, const CacheKind& kind, int token_begin, int token_end,
+    absl::Span<const absl::Span<const uint8_t>> pieces) {
+  return PusherOf(own_)->LayerOnDevice(layer, kind, token_begin, token_end, pieces);
+}
+
+absl::StatusOr<bool> RankPushers::FlushDevice() { return PusherOf(own_)->FlushDevice(); }
+
 template <typename End>
 absl::Status RankPushers::EndAll(End end) {
   absl::Status first;

@@ -32,6 +32,12 @@ class RankPushers {
   // These do what those of KvPusher do, with all of them. Of several errors the first counts.
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                      absl::Span<const absl::Span<const uint8_t>> pieces);
+  // Where ranks have ports, nothing is sent on the device.
+  bool OnDevice();
+  absl::StatusOr<bool> LayerOnDevice(int layer, const CacheKind& kind, int token_begin,
+                                     int token_end,
+                                     absl::Span<const absl::Span<const uint8_t>> pieces);
+  absl::StatusOr<bool> FlushDevice();
   absl::Status Finish();
   absl::Status Abandon();
   uint64_t bytes_sent() const;

@@ -13,7 +13,7 @@ LinkLanding::LinkLanding(PeerLink* link, TransferTable* transfers, std::string t
     : link_(link), transfers_(transfers), transfer_id_(std::move(transfer_id)) {}
 
 LinkLanding::~LinkLanding() {
-  if (!idle()) link_->Abort("messages under way were given up");
+  if (moving()) link_->Abort("messages under way were given up");
 }
 
 absl::Status LinkLanding::Ask(const v1::LinkChunk& chunk) {
@@ -30,7 +30,7 @@ absl::Status LinkLanding::Ask(const v1::LinkChunk& chunk) {
   }
   header.crc32c = h.crc32c();
   absl::StatusOr<std::unique_ptr<ChunkLanding>> begun =
-      transfers_->BeginChunk(header, chunk.bytes());
+      transfers_->BeginChunk(header, chunk.bytes(), link_->message_bytes());
   if (!begun.ok()) return Drop(chunk, begun.status());
   std::vector<PeerLink::Piece> pieces;
   for (const ChunkLanding::Target& target : (*begun)->Targets()) {
@@ -50,13 +50,31 @@ absl::Status LinkLanding::Drop(const v1::LinkChunk& chunk, const absl::Status& w
   return link_->Receive({&piece, 1});
 }
 
-absl::StatusOr<LinkLanding::Landed> LinkLanding::Await() {
+absl::Status LinkLanding::Arrive() {
   SLUICE_ASSIGN_OR_RETURN(const uint32_t crc, link_->Await());
-  const Coming oldest = std::move(coming_.front());
+  if (coming_.front().chunk != nullptr) coming_.front().chunk->Received(crc);
+  arrived_.push_back(std::move(coming_.front()));
   coming_.pop_front();
-  if (oldest.chunk == nullptr) return Landed{oldest.refused, 0};
-  oldest.chunk->Received(crc);
-  return Landed{oldest.chunk->Finish(), oldest.bytes};
+  return absl::OkStatus();
+}
+
+LinkLanding::Landed LinkLanding::Finish(const Coming& message) {
+  if (message.chunk == nullptr) return {message.refused, 0};
+  return {message.chunk->Finish(), message.bytes};
+}
+
+LinkLanding::Landed LinkLanding::Land(uint32_t crc32c) {
+  const Coming oldest = std::move(arrived_.front());
+  arrived_.pop_front();
+  if (oldest.chunk != nullptr) oldest.chunk->Expect(crc32c);
+  return Finish(oldest);
+}
+
+absl::StatusOr<LinkLanding::Landed> LinkLanding::Await() {
+  SLUICE_RETURN_IF_ERROR(Arrive());
+  const Coming oldest = std::move(arrived_.front());
+  arrived_.pop_front();
+  return Finish(oldest);
 }
 
 }  // namespace sluice

@@ -61,6 +61,13 @@ class Handoff::Sink : public LayerSink {
                      absl::Span<const absl::Span<const uint8_t>> pieces) override {
     return pusher_->Layer(layer, kind, token_begin, token_end, pieces);
   }
+  bool OnDevice() override { return pusher_->OnDevice(); }
+  absl::StatusOr<bool> LayerOnDevice(int layer, const CacheKind& kind, int token_begin,
+                                     int token_end,
+                                     absl::Span<const absl::Span<const uint8_t>> pieces) override {
+    return pusher_->LayerOnDevice(layer, kind, token_begin, token_end, pieces);
+  }
+  absl::StatusOr<bool> FlushDevice() override { return pusher_->FlushDevice(); }
   std::string tenant() const override { return handoff_->options_.reserve.manifest().tenant(); }
   int64_t cached_tokens() const override { return handoff_->cached_tokens_; }
   int64_t hint_tokens() const override { return handoff_->hint_tokens_; }

@@ -107,7 +107,7 @@ void LinkReader::Land(LinkPeer& peer, const Read& read, const v1::ReadByLinkResp
       if (broken.ok()) broken = landing.Ask(chunk);
       if (!broken.ok()) break;
     }
-    while (broken.ok() && !landing.idle()) broken = take(landing);
+    while (broken.ok() && landing.moving()) broken = take(landing);
   }
   if (broken.ok()) return;
   peer.link.reset();

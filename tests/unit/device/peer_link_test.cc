@@ -150,9 +150,22 @@ std::string SendAll(End& end, Box* box) {
   end.Join(box);
   if (!end.wrong.empty()) return end.wrong;
   std::vector<Buffer> buffers;
-  for (int n = 0; n < 3 * static_cast<int>(kSizes.size()); ++n) {
+  const int count = 3 * static_cast<int>(kSizes.size());
+  int told = 0;  // messages whose checksum at the sender is known
+  const auto check = [&]() -> std::string {
+    const absl::StatusOr<uint32_t> crc = end.link->Sent();
+    if (!crc.ok()) return crc.status().ToString();
+    const size_t bytes = kSizes[static_cast<size_t>(told) % kSizes.size()];
+    if (*crc == Crc32c(BytesOf(told, bytes))) return ++told, "";
+    return absl::StrCat("message ", told, " left with another checksum");
+  };
+  for (int n = 0; n < count; ++n) {
     const size_t bytes = kSizes[static_cast<size_t>(n) % kSizes.size()];
     const std::vector<uint8_t> made = BytesOf(n, bytes);
+    const bool checksum = n < count / 2;
+    while (checksum ? n - told == end.link->depth() : told < count / 2) {
+      if (const std::string wrong = check(); !wrong.empty()) return wrong;
+    }
     auto buffer = end.device->Allocate(n % 3 == 1 ? MemoryKind::kDevice : MemoryKind::kPinned,
                                        bytes, "a message");
     if (!buffer.ok()) return std::string(buffer.status().message());
@@ -168,7 +181,7 @@ std::string SendAll(End& end, Box* box) {
     std::vector<PeerLink::Piece> pieces = {{data, bytes}};
     if (n % 2 == 1 && bytes > 10)
       pieces = {{data, bytes / 3}, {data + bytes / 3, bytes - bytes / 3}};
-    const absl::Status sent = end.link->Send(pieces);
+    const absl::Status sent = end.link->Send(pieces, checksum);
     if (!sent.ok()) return sent.ToString();
   }
   return end.link->Flush().ok() ? "" : "the last messages were not taken";

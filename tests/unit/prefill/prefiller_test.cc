@@ -12,6 +12,7 @@
 #include "src/attention/forwarding_policy.h"
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
+#include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/support/node.h"
@@ -388,6 +389,89 @@ TEST_CASE("layers are pushed in order, chunk by chunk, on block boundaries") {
   }
   CHECK(sink.calls == want);
   REQUIRE(node.transfers().Abort(reserved->transfer_id, "").ok());
+}
+
+// Takes caches where they are, and looks at them when they must have arrived. Call `lose_at` is
+// that at which it has lost everything, and call `fail_at` ends the run; flushing is a call too.
+class DeviceSink : public KeepingSink {
+ public:
+  explicit DeviceSink(size_t lose_at = 0, size_t fail_at = 0)
+      : lose_at_(lose_at), fail_at_(fail_at) {}
+  bool OnDevice() override { return true; }
+  absl::StatusOr<bool> LayerOnDevice(int layer, const CacheKind& kind, int begin, int end,
+                                     absl::Span<const absl::Span<const uint8_t>> pieces) override {
+    CHECK_FALSE(lost_);
+    SLUICE_ASSIGN_OR_RETURN(const bool taken, Call());
+    taken_.push_back({layer, kind, begin, end, {pieces.begin(), pieces.end()}});
+    return taken;
+  }
+  absl::StatusOr<bool> FlushDevice() override {
+    ++flushes;
+    SLUICE_ASSIGN_OR_RETURN(const bool arrived, Call());
+    if (!arrived) return false;
+    for (const Taken& t : taken_) {
+      SLUICE_RETURN_IF_ERROR(KeepingSink::Layer(t.layer, t.kind, t.begin, t.end, t.pieces));
+    }
+    return true;
+  }
+  absl::Status Layer(int layer, const CacheKind& kind, int begin, int end,
+                     absl::Span<const absl::Span<const uint8_t>> pieces) override {
+    CHECK(lost_);
+    return KeepingSink::Layer(layer, kind, begin, end, pieces);
+  }
+  size_t calls = 0;
+  int flushes = 0;
+
+ private:
+  struct Taken {
+    int layer;
+    CacheKind kind;
+    int begin, end;
+    std::vector<absl::Span<const uint8_t>> pieces;
+  };
+  absl::StatusOr<bool> Call() {
+    if (++calls == fail_at_) return absl::InternalError("a test");
+    lost_ = lost_ || calls == lose_at_;
+    return !lost_;
+  }
+  const size_t lose_at_, fail_at_;
+  bool lost_ = false;
+  std::vector<Taken> taken_;
+};
+
+TEST_CASE("a sink may take caches where they are, and gets all again if it loses them") {
+  for (const std::string name : {"tiny-llama", "tiny-deepseek-v32"}) {
+    INFO(name);
+    PrefillNode prefill(fixtures::ModelDir(name), 64, 32 << 20, 0, "auto", DType::kFloat32);
+    std::vector<int32_t> prompt;
+    for (int i = 0; i < 200; ++i) prompt.push_back((i * i + i * 7) % 90 + 3);
+    const auto run = [&](KeepingSink& sink) {
+      return prefill.prefiller->Run(prompt, Greedy(), true, sink, Never).status();
+    };
+    KeepingSink staged;
+    REQUIRE(run(staged).ok());
+    DeviceSink whole;
+    REQUIRE(run(whole).ok());
+    CHECK(whole.caches == staged.caches);
+    // It loses them at its first call, at later chunks, and when it is flushed.
+    for (const size_t call : {size_t{1}, size_t{7}, whole.calls - 2, whole.calls}) {
+      INFO("call " << call);
+      DeviceSink losing(call);
+      REQUIRE(run(losing).ok());
+      CHECK(losing.caches == staged.caches);
+    }
+    // An error ends the run, after a flush, so that nothing reads pages that are given back.
+    for (const size_t call : {size_t{1}, size_t{7}, whole.calls}) {
+      DeviceSink failing(0, call);
+      CHECK(absl::IsInternal(run(failing)));
+      CHECK(failing.flushes == 1);
+    }
+    DeviceSink left;
+    CHECK(absl::IsCancelled(
+        prefill.prefiller->Run(prompt, Greedy(), true, left, [&] { return left.calls > 4; })
+            .status()));
+    CHECK(left.flushes == 1);
+  }
 }
 
 TEST_CASE("a failing sink, a caller who left and a bad prompt end a run, and the next one works") {

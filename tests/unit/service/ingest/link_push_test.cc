@@ -29,7 +29,7 @@
 namespace sluice {
 namespace {
 
-constexpr int kLayers = 3;
+constexpr int kLayers = 11;  // more than are under way
 constexpr absl::Duration kDeadline = absl::Seconds(1);
 constexpr uint64_t kChunkBytes = 4096;  // of one layer: 2 heads x 32 tokens x 64 bytes
 
@@ -127,6 +127,7 @@ struct Town {
     chunk.bytes = kChunkBytes;
     return chunk;
   }
+  // Sends a layer, and hears nothing of it yet.
   absl::Status Send(LinkPush& push, int layer) {
     // Pieces of any size, from the middle of others.
     const auto all = absl::MakeConstSpan(bytes);
@@ -136,12 +137,18 @@ struct Town {
     chunk.offset = static_cast<uint64_t>(layer);
     return push.Send({chunk}, pieces);
   }
+  // Sends a layer, and waits for what the node says.
+  absl::Status Land(LinkPush& push, int layer) {
+    const absl::Status sent = Send(push, layer);
+    return sent.ok() ? push.Finish() : sent;
+  }
   // Pushes a whole transfer, and compares every byte of it.
   void PushWell() {
     const std::string id = Reserve();
     const auto push = OrFail(Open(id));
     for (int layer = 0; layer < kLayers; ++layer) REQUIRE(Send(*push, layer).ok());
     REQUIRE(push->Finish().ok());
+    CHECK(push->bytes_landed() == kLayers * kChunkBytes);
     TransferInfo missing;
     REQUIRE(table->Commit(id, {}, &missing, {}).ok());
     HandoffRef ref;
@@ -184,9 +191,10 @@ TEST_CASE("chunks land over a link byte for byte, and count as those of a stream
   town.PushWell();
   CHECK(LinkOf(town) == link);
   const std::string metrics = town.metrics.Render();
-  CHECK(metrics.find("sluice_ingest_bytes_total " + std::to_string(6 * kChunkBytes)) !=
+  CHECK(metrics.find("sluice_ingest_bytes_total " + std::to_string(2 * kLayers * kChunkBytes)) !=
         std::string::npos);
-  CHECK(metrics.find("sluice_ingest_blocks_total 12\n") != std::string::npos);
+  CHECK(metrics.find("sluice_ingest_blocks_total " + std::to_string(4 * kLayers) + "\n") !=
+        std::string::npos);
 }
 
 TEST_CASE("an error about a chunk is that of Write, and leaves the link to the next push",
@@ -200,7 +208,7 @@ TEST_CASE("an error about a chunk is that of Write, and leaves the link to the n
   absl::Status status;
   SECTION("the transfer has ended") {
     REQUIRE(town.table->Abort(id, "test").ok());
-    status = town.Send(*push, 1);
+    status = town.Land(*push, 1);
     CHECK(absl::IsNotFound(status));
     CHECK(ReasonOf(status) == "TRANSFER_NOT_FOUND");
   }
@@ -212,23 +220,31 @@ TEST_CASE("an error about a chunk is that of Write, and leaves the link to the n
     header.head_end = 1;
     header.token_end = 32;
     const auto claimed = OrFail(town.table->BeginChunk(header, kChunkBytes / 2));
-    status = town.Send(*push, 1);
+    status = town.Land(*push, 1);
     CHECK(absl::IsAborted(status));
     CHECK(ReasonOf(status) == "BLOCK_BUSY");
   }
   SECTION("it does not fit the transfer") {
     LinkPush::Chunk chunk = Town::Chunk(kLayers);
-    status = push->Send({chunk, Town::Chunk(1)}, {absl::MakeConstSpan(town.bytes)});
+    // It is heard of while others are sent, or at the end.
+    std::vector<LinkPush::Chunk> chunks(12, Town::Chunk(1));
+    chunks[0] = chunk;
+    status = push->Send(chunks, {absl::MakeConstSpan(town.bytes)});
+    if (status.ok()) status = push->Finish();
     CHECK(absl::IsInvalidArgument(status));
     CHECK(FieldOf(status) == "header.layer");
   }
 #ifndef SLUICE_NO_FAILPOINTS
   SECTION("its checksum is wrong") {
+    REQUIRE(push->Finish().ok());
+    CHECK(push->bytes_landed() == kChunkBytes);
+    push = OrFail(town.Open(id));
     ScopedFailpoints armed("ingest.checksum=error*1");
-    status = town.Send(*push, 1);
+    status = town.Land(*push, 1);
     CHECK(absl::IsDataLoss(status));
     CHECK(ReasonOf(status) == "CHECKSUM_MISMATCH");
     CHECK(OrFail(town.table->Get(id, 8)).blocks_landed == 2);
+    CHECK(push->bytes_landed() == 0);
   }
 #endif
   CHECK_FALSE(status.ok());
@@ -242,10 +258,7 @@ TEST_CASE("an error about a chunk is that of Write, and leaves the link to the n
 TEST_CASE("blocks that have landed are counted once", "[links]") {
   Town town;
   const std::string id = town.Reserve();
-  const auto push = OrFail(town.Open(id));
-  REQUIRE(town.Send(*push, 1).ok());
-  REQUIRE(town.Send(*push, 1).ok());
-  REQUIRE(push->Finish().ok());
+  for (int i = 0; i < 2; ++i) REQUIRE(town.Land(*OrFail(town.Open(id)), 1).ok());
   CHECK(OrFail(town.table->Get(id, 8)).blocks_landed == 2);
 }
 
@@ -257,7 +270,8 @@ TEST_CASE("a push that is given up ends its link, and the next one makes another
     REQUIRE(town.Send(*push, 0).ok());
   }
   CHECK(LinkOf(town).empty());
-  CHECK(OrFail(town.table->Get(id, 8)).blocks_landed == 2);
+  // Its checksum had not been sent.
+  CHECK(OrFail(town.table->Get(id, 8)).blocks_landed == 0);
   town.PushWell();
 }
 
@@ -272,7 +286,7 @@ TEST_CASE("a link that fails in the middle of a push fails it in time", "[links]
     ScopedFailpoints armed(
         GENERATE(as<std::string>{}, "link.send=error*1", "link.send=delay(2500ms)*1"));
     const absl::Time begin = absl::Now();
-    CHECK(absl::IsUnavailable(town.Send(*push, 1)));
+    CHECK(absl::IsUnavailable(town.Land(*push, 1)));
     CHECK(absl::Now() - begin < absl::Seconds(8));
   }
   push.reset();
@@ -360,6 +374,50 @@ TEST_CASE("a stream that does not keep to the order is told so, and harms nobody
   // It breaks off while the node waits for the other end of the link.
   const absl::Status broken = answer_to({open, chunk});
   CHECK_FALSE(broken.ok());
+  town.PushWell();
+}
+
+TEST_CASE("a sender that keeps checksums back, or sends too many, loses its link", "[links]") {
+  Town town;
+  grpc::ClientContext context;
+  const auto stream = town.stub->WriteByLink(&context);
+  v1::WriteByLinkRequest open;
+  open.mutable_open()->set_transfer_id(town.Reserve());
+  open.mutable_open()->set_transport("shared_memory");
+  REQUIRE(stream->Write(open));
+  v1::WriteByLinkResponse answer;
+  REQUIRE(stream->Read(&answer));
+  PeerLinkOptions options;
+  options.id = answer.link_id();
+  options.sends = true;
+  options.message_bytes = answer.message_bytes();
+  options.depth = static_cast<int>(answer.depth());
+  const auto link = OrFail(NewCpuPeerLinks()->Join(options));
+  while (!answer.ready()) REQUIRE(stream->Read(&answer));
+  v1::WriteByLinkRequest crc;
+  crc.set_crc32c(7);
+  std::string words;
+  SECTION("one is missing at the end") {
+    const LinkPush::Chunk chunk = Town::Chunk(0);
+    v1::WriteByLinkRequest header;
+    *header.mutable_chunk()->mutable_header() = chunk.header;
+    header.mutable_chunk()->set_bytes(chunk.bytes);
+    stream->Write(header);
+    const PeerLink::Piece piece = {town.bytes.data(), chunk.bytes};
+    REQUIRE(link->Send({&piece, 1}).ok());
+    v1::WriteByLinkRequest end;
+    end.set_end(true);
+    stream->Write(end);
+    words = "is missing for a chunk";
+  }
+  SECTION("they come for no chunks") {
+    for (int i = 0; i < 256; ++i) stream->Write(crc);
+    words = "for more chunks than were sent";
+  }
+  while (stream->Read(&answer)) continue;
+  const absl::Status status = FromGrpcStatus(stream->Finish());
+  CHECK(FieldOf(status) == "crc32c");
+  CHECK(status.message().find(words) != std::string::npos);
   town.PushWell();
 }
 

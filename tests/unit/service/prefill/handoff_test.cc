@@ -4,6 +4,7 @@
 
 #include <catch2/catch.hpp>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,6 +18,7 @@
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_peer_link.h"
 #include "src/metrics/metrics.h"
 #include "src/service/grpc/channels.h"
@@ -229,23 +231,33 @@ class FakePrefiller : public Prefiller {
                                     const std::function<bool()>& cancelled) override {
     if (const absl::Status begun = sink.Begin(); !begun.ok()) return begun;
     ++runs;
+    std::deque<Part> parts;  // a sink may read them until it is flushed
+    bool on_device = sink.OnDevice();
     const auto length = static_cast<int>(prompt.size());
-    for (int begin = 0; begin < length; begin += 64) {
-      const int end = std::min(begin + 64, length);
-      for (int layer = 0; layer < kLayers; ++layer) {
-        if (before_layer) before_layer(layer);
-        if (cancelled()) return absl::CancelledError("cancelled");
-        std::string bytes = LayerBytes(layer, begin, end);
-        std::vector<absl::Span<const uint8_t>> pieces;
-        const auto* data = reinterpret_cast<const uint8_t*>(bytes.data());
-        for (size_t at = 0, size = 1; at < bytes.size(); at += size, size = size * 3 % 1000 + 1) {
-          pieces.emplace_back(data + at, std::min(size, bytes.size() - at));
-          size = pieces.back().size();
+    const absl::Status given = [&]() -> absl::Status {
+      for (int begin = 0; begin < length; begin += 64) {
+        for (int layer = 0; layer < kLayers; ++layer) {
+          if (before_layer) before_layer(layer);
+          if (cancelled()) return absl::CancelledError("cancelled");
+          parts.emplace_back(layer, begin, std::min(begin + 64, length));
+          const Part& part = parts.back();
+          if (!on_device) {
+            SLUICE_RETURN_IF_ERROR(part.Give(sink));
+            continue;
+          }
+          SLUICE_ASSIGN_OR_RETURN(
+              on_device, sink.LayerOnDevice(part.layer, Kind(), part.begin, part.end, part.pieces));
+          if (!on_device) SLUICE_RETURN_IF_ERROR(GiveAll(parts, sink));
         }
-        const absl::Status status = sink.Layer(layer, Kind(), begin, end, pieces);
-        if (!status.ok()) return status;
       }
+      return absl::OkStatus();
+    }();
+    if (on_device) {
+      const absl::StatusOr<bool> arrived = sink.FlushDevice();
+      if (given.ok() && !arrived.ok()) return arrived.status();
+      if (given.ok() && !*arrived) SLUICE_RETURN_IF_ERROR(GiveAll(parts, sink));
     }
+    if (!given.ok()) return given;
     if (!result.ok()) return result;
     PrefillResult out;
     out.compute = absl::Milliseconds(5);
@@ -255,6 +267,28 @@ class FakePrefiller : public Prefiller {
   std::atomic<int> runs = 0;
   std::function<void(int)> before_layer;
   absl::Status result;
+
+ private:
+  struct Part {
+    Part(int of_layer, int from, int to)
+        : layer(of_layer), begin(from), end(to), bytes(LayerBytes(layer, begin, end)) {
+      const auto* data = reinterpret_cast<const uint8_t*>(bytes.data());
+      for (size_t at = 0, size = 1; at < bytes.size(); at += size, size = size * 3 % 1000 + 1) {
+        pieces.emplace_back(data + at, std::min(size, bytes.size() - at));
+        size = pieces.back().size();
+      }
+    }
+    absl::Status Give(LayerSink& sink) const {
+      return sink.Layer(layer, Kind(), begin, end, pieces);
+    }
+    const int layer, begin, end;
+    const std::string bytes;
+    std::vector<absl::Span<const uint8_t>> pieces;
+  };
+  static absl::Status GiveAll(const std::deque<Part>& parts, LayerSink& sink) {
+    for (const Part& part : parts) SLUICE_RETURN_IF_ERROR(part.Give(sink));
+    return absl::OkStatus();
+  }
 };
 
 struct PrefillSide {

@@ -100,6 +100,7 @@ struct Pair {
     options.model_fingerprint = kFingerprint;
     options.vocab_size = 1000;
     options.max_context = 4096;
+    options.max_chunk_bytes = uint64_t{1} << 20;  // messages of links may be larger
     options.footprint = [](int64_t context, int64_t) { return Footprint{context, 0}; };
     table.emplace(options, dram.get(), hbm.get(), RealClock());
     table->SetWake([this] {
@@ -111,7 +112,7 @@ struct Pair {
     pull.model_fingerprint = kFingerprint;
     pull.layout = Layout();
     pull.max_context = pull.max_tokens = 4096;
-    pull.max_chunk_bytes = uint64_t{8} << 20;
+    pull.max_chunk_bytes = options.max_chunk_bytes;
     pull.threads = 2;
     pull.room_timeout = absl::Milliseconds(500);
     pull.sources = OrFail(AddressList::Parse(sources));
