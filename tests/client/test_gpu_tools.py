@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -93,7 +94,7 @@ def ends_soon(pid_file: Path) -> bool:
     return False
 
 
-def test_a_job_out_of_its_time_fails_and_one_out_of_its_phases_is_skipped_each_with_its_children(tmp_path):
+def test_a_job_out_of_its_time_fails_and_one_out_of_its_phases_is_skipped_each_with_its_children(tmp_path, capsys):
     def command(pid_file):
         return ("/bin/sh", "-c", f"/bin/sh -c '{LINGER.format(pid_file)}' & echo begun; wait")
 
@@ -101,7 +102,8 @@ def test_a_job_out_of_its_time_fails_and_one_out_of_its_phases_is_skipped_each_w
     cut, late = run_jobs([Job("cut", command(tmp_path / "cut"), dict(os.environ), 50),
                           Job("late", ("/bin/true",), {}, 10)], seconds=1)
     assert [r.outcome for r in (own, cut, late)] == ["failed", "skipped", "skipped"]
-    assert "begun" in own.said and "out of time" in own.said
+    assert re.match(r"FAILED  slow \(\S+ s\)\n    begun\n\s*    out of time after 1 s\n", capsys.readouterr().out)
+    assert own.seconds < 30 and cut.seconds < 30  # a child that lives on would keep the output open for a minute
     assert ends_soon(tmp_path / "own") and ends_soon(tmp_path / "cut")
 
 
@@ -261,6 +263,53 @@ def test_each_part_names_a_model_and_policies_that_exist(part, tmp_path):
                 continue
             assert flags["--policies"].split(",")[0]
             assert int(flags["--max-batch"]) >= max(map(int, flags["--batches"].split(",")))
+
+
+@pytest.mark.parametrize("part", sorted(policies.PARTS))
+def test_a_run_that_is_chosen_alone_brings_the_runs_whose_files_it_reads(part, tmp_path):
+    for run in policies.PARTS[part]:
+        runs = policies.chosen(part, f"^{re.escape(run.name)}$")
+        assert run in runs and [r for r in policies.PARTS[part] if r in runs] == runs
+        words = policies.command(run, Place(ROOT), "cpu", False, tmp_path, tmp_path / "texts")
+        earlier = [r.name for r in runs[:runs.index(run)]]
+        for flag in {"--policy-profile", "--operators"} & set(words):
+            assert Path(of(words, flag)).stem in earlier
+
+
+def test_what_is_compared_is_chosen_with_what_compares_it():
+    def names(part, only):
+        return [run.name for run in policies.chosen(part, only)]
+
+    assert names("ess-proportion", "forecast") == ["operators", "proportion", "forecast"]
+    assert names("ess-proportion", "operators|proportion") == ["operators", "proportion"]
+    assert names("clo-figure10", "llama-8k-4") == ["llama-8k-heads", "llama-8k-4"]
+    assert names("kv-transport", None) == ["link-8", "link-32", "pull", "push"]
+
+
+def run_gpu_test(place, *flags):
+    return subprocess.run([sys.executable, "-m", "sluice_gpu.gpu_test", *flags], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT / "tools"), "SLUICE_GPU_ROOT": str(place.root)})
+
+
+def test_gpu_test_runs_some_runs_of_a_part_and_names_all_if_it_knows_none(place, tmp_path):
+    script(place.bin, "sluice-link-bench", "print('linked')")
+    part = ("--bench", "--part", "kv-transport", "--device", "cpu", "--results", tmp_path / "out")
+    done = run_gpu_test(place, *part, "--only", "^pu")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 passed, 0 failed, 0 skipped")
+    report = json.loads((tmp_path / "out/policies-kv-transport.json").read_text())
+    assert [run["name"] for run in report["runs"]] == ["pull", "push"]
+    done = run_gpu_test(place, *part, "--only", "shove")
+    assert done.returncode != 0
+    assert done.stderr == ("gpu-test: no run of part kv-transport matches --only 'shove'; its runs are link-8, link-32, "
+                           "pull, push\n")
+
+
+def test_a_part_stops_when_its_seconds_are_over(place, tmp_path):
+    script(place.bin, "sluice-link-bench", "import time; time.sleep(600)")
+    done = run_gpu_test(place, "--bench", "--part", "kv-transport", "--device", "cpu", "--results", tmp_path / "out",
+                        "--only", "pull", "--seconds", "2")
+    assert done.returncode == 1
+    assert 2 <= float(re.search(r"^FAILED  pull: ran out of time after (\S+) s$", done.stdout, re.MULTILINE)[1]) < 60
 
 
 def of(words, flag):

@@ -17,6 +17,7 @@ from sluice_gpu.stage import PAYLOAD
 
 SANITIZERS = ("memcheck", "racecheck")
 NO_GPU = "no GPU (nvidia-smi finds none)"
+TEST_SECONDS = 120
 E2E_SECONDS = 300
 # Programs that run on the GPU at once; each context takes some 0.5 GB of it, and a core.
 SIDE_BY_SIDE = 6
@@ -41,6 +42,8 @@ EXAMPLES = """examples:
   tools/gpu-test --only 'rms_norm|merge'
   tools/gpu-test --bench --results out    writes figures: out/bench.md, out/bench.json and a trace
   tools/gpu-test --bench --part main64k   measures one part of the table of attention policies
+  tools/gpu-test --bench --part clo-figure10 --only llama-8k --seconds 300
+                                          measures only some runs of a part, and stops after 5 minutes
   tools/gpu-test --bench --part main64k --quick --device cpu
                                           rehearses that part with a small model, on any machine
 """
@@ -96,7 +99,8 @@ def run_tests(place: Place, args: argparse.Namespace) -> Counter:
     if (reason := weights.make_model(place.smollm2, place.root / "tools")):
         print(f"gpu-test: {reason}; its tests are skipped", file=sys.stderr)
     found = cases.cuda_cases(place)
-    phase("tests", cases.case_jobs(place, found, args.seconds), args.jobs)
+    seconds = TEST_SECONDS if args.seconds is None else args.seconds
+    phase("tests", cases.case_jobs(place, found, seconds), args.jobs)
     phase("smoke", [smoke_job(place, has_gpu)], 1)
     if has_gpu:
         print("== e2e", flush=True)
@@ -106,7 +110,7 @@ def run_tests(place: Place, args: argparse.Namespace) -> Counter:
     if not args.quick:
         sanitizer = shutil.which("compute-sanitizer") if has_gpu else None
         for tool in SANITIZERS:
-            jobs = cases.sanitizer_jobs(place, found, tool, sanitizer, args.seconds)
+            jobs = cases.sanitizer_jobs(place, found, tool, sanitizer, seconds)
             phase(tool, jobs, args.jobs, args.sanitizer_seconds)
     return Counter(result.outcome for result in results)
 
@@ -116,10 +120,12 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true",
                         help="leave the sanitizers out; with --part rehearse with a small model")
-    parser.add_argument("--only", metavar="REGEX", help="run only the tests whose name matches")
+    parser.add_argument("--only", metavar="REGEX",
+                        help="run only the tests, the benches or the runs of --part whose name matches; runs "
+                             "that those need come with them")
     parser.add_argument("--bench", action="store_true", help="run the benches instead of the tests")
     parser.add_argument("--part", choices=sorted(policies.PARTS),
-                        help="with --bench: one part of the table of policies, 8 minutes at most")
+                        help="with --bench: one part of the table of policies")
     parser.add_argument("--texts", type=Path, metavar="FILE",
                         help="texts for parts that measure quality (made by tools/sluice texts)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="device of --part")
@@ -128,8 +134,9 @@ def main() -> int:
                         help="folder for --bench (default: gpu-results in the checkout or the staged folder)")
     parser.add_argument("--jobs", type=int, default=min(SIDE_BY_SIDE, os.cpu_count() or 1), metavar="N",
                         help="tests that run side by side (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=120, metavar="S",
-                        help="time limit of one test (default %(default)s)")
+    parser.add_argument("--seconds", type=float, metavar="S",
+                        help=f"time limit of one test (default {TEST_SECONDS}), or of the whole of --part "
+                             f"(default {policies.PART_SECONDS})")
     parser.add_argument("--sanitizer-seconds", type=float, default=180, metavar="S",
                         help="time limit of each sanitizer; cases that it does not reach are skipped "
                              "(default %(default)s)")
@@ -149,8 +156,9 @@ def main() -> int:
     if args.bench:
         results = args.results or here / "gpu-results"
         if args.part:
+            seconds = policies.PART_SECONDS if args.seconds is None else args.seconds
             passed, failed, skipped = policies.run_part(place, results, args.part, args.device, args.quick,
-                                                        args.texts)
+                                                        args.texts, args.only, seconds)
             print(f"written: {results}/policies-{args.part}.md and .json, and the reports of each run beside them")
             print(f"{passed} passed, {failed} failed, {skipped} skipped")
             return 1 if failed or not passed else 0

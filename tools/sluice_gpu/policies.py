@@ -2,11 +2,13 @@
 
 A part is a few runs of `sluice-bench policies`, and of `sluice-profile` where they need a profile; part `speculation`
 is one of `sluice-bench step`, and the parts of ranks.py and transport.py run what they name. Reports and traces go to
-folders of their own, the output to policies-NAME.md and .json.
+folders of their own, the output to policies-NAME.md and .json. With --only REGEX a part is those of its runs whose name
+matches, and the runs whose files they read.
 With --quick a part runs a small model with short contexts: it rehearses the same rows, and its figures mean nothing.
 """
 
 import json
+import re
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -154,6 +156,25 @@ PARTS: dict[str, list[AnyRun]] = {
 }
 
 
+def _reads(run: AnyRun) -> tuple[str, ...]:
+    """Returns the names of the runs of the same part whose files the run reads."""
+    if isinstance(run, ForecastRun):
+        return run.operators.name, run.measured.name
+    profile = run.profile if isinstance(run, (Run, LatentRun)) else ""
+    return (profile,) if profile else ()
+
+
+def chosen(part: str, only: str | None) -> list[AnyRun]:
+    """Returns the runs of a part whose name matches `only`, and those that they need, in the part's order."""
+    runs = PARTS[part]
+    matching = [run for run in runs if only is None or re.search(only, run.name)]
+    if not matching:
+        raise SystemExit(f"gpu-test: no run of part {part} matches --only '{only}'; its runs are "
+                         f"{', '.join(run.name for run in runs)}")
+    needed = {name for run in matching for name in _reads(run)}
+    return [run for run in runs if run in matching or run.name in needed]
+
+
 def report_of(run: AnyRun, folder: Path) -> Path:
     """Returns the file of a run's report."""
     if isinstance(run, OwnRun):
@@ -176,16 +197,17 @@ def command(run: AnyRun, place: Place, device: str, quick: bool, folder: Path,
     return [*begin, "--device", device, "--out", str(out), *run.arguments(place, quick, folder, texts)]
 
 
-def run_part(place: Place, results: Path, part: str, device: str, quick: bool,
-             texts: Path | None) -> tuple[int, int, int]:
-    """Returns how many runs went well, failed and were skipped."""
+def run_part(place: Place, results: Path, part: str, device: str, quick: bool, texts: Path | None,
+             only: str | None = None, seconds: float = PART_SECONDS) -> tuple[int, int, int]:
+    """Runs the chosen runs of a part in `seconds` at most; returns how many went well, failed and were skipped."""
+    runs = chosen(part, only)
     folder = results / f"policies-{part}"
     folder.mkdir(parents=True, exist_ok=True)
     about = machine.describe(place) | {"part": part + (" (quick: a rehearsal)" if quick else "")}
-    give_up = time.monotonic() + PART_SECONDS
+    give_up = time.monotonic() + seconds
     outcomes: list[Outcome] = []
     skipped = failed = 0
-    for run in PARTS[part]:
+    for run in runs:
         run = run.quickly() if quick else run
         if run.quality and (texts is None or not place.smollm2.is_dir()):
             print(f"SKIPPED {run.name}: it needs SmolLM2's weights and --texts FILE (tools/sluice texts)")
