@@ -197,6 +197,27 @@ def test_end_to_end_results_are_pytests_one_by_one(tmp_path):
     assert results[1].said == "assert 1 == 2"
 
 
+def test_a_file_of_end_to_end_tests_that_hangs_names_the_test_that_did(tmp_path, capsys):
+    folder = tmp_path / "tests/e2e"
+    folder.mkdir(parents=True)
+    (folder / "test_hangs.py").write_text(
+        "import time, pytest\n\n"
+        "@pytest.mark.parametrize('how', ['in a moment', 'never'])\n"
+        "def test_ends(how):\n    time.sleep(0 if how == 'in a moment' else 60)\n\n"
+        "def test_is_not_reached():\n    pass\n")
+    (folder / "test_works.py").write_text("def test_works():\n    pass\n")
+    (folder / "test_is_broken.py").write_text("import os\nos._exit(3)\n")
+    begin = time.monotonic()
+    results = e2e.run_e2e(Place(tmp_path), "cpu", None, 6,
+                          files=("test_hangs.py", "test_works.py", "test_is_broken.py"))
+    assert time.monotonic() - begin < 40
+    assert [(r.name, r.outcome) for r in results] == [
+        ("e2e: test_ends[in a moment]", "passed"), ("e2e: test_ends[never]", "failed"), ("e2e: test_works", "passed"),
+        ("e2e: test_is_broken.py", "failed")]
+    said = capsys.readouterr().out
+    assert "FAILED  e2e: test_ends[never]" in said and "out of time after 6 s" in said and "exit status 3" in said
+
+
 def test_end_to_end_tests_are_there_and_need_no_other_program():
     for file in e2e.FILES:
         text = (ROOT / "tests/e2e" / file).read_text()

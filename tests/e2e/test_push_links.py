@@ -107,7 +107,7 @@ def test_the_answer_over_a_link_is_that_over_grpc(start, model, decode, expected
 
 
 @pytest.mark.parametrize("has", ["the decode node", "the prefill node"])
-def test_where_one_targetalone_has_links_grpc_carries_all(start, model, decode, expected, has):
+def test_where_one_node_alone_has_links_grpc_carries_all(start, model, decode, expected, has):
     linked = has == "the prefill node"
     prefill = start("sluice-prefill", model, *(LINKS if linked else ()))
     target = node(start, model) if linked else decode
@@ -187,7 +187,7 @@ def test_a_decode_node_that_stands_still_is_given_up_in_time_and_gets_the_rest_o
     assert counts["done"] == 1
 
 
-def test_a_prefill_targetthat_is_killed_in_the_middle_leaves_the_decode_targetunharmed(start, model, expected):
+def test_a_prefill_node_that_is_killed_in_the_middle_leaves_the_decode_node_unharmed(start, model, expected):
     # The lease gives back what the dead node had reserved.
     decode = node(start, model, *LINKS, "--lease-seconds", f"{5 * SCALE}s")
     before = decode.settled()

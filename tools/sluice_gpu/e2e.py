@@ -1,9 +1,11 @@
 """Runs the end-to-end tests against servers with --device cuda, where pytest is installed."""
 
+import re
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sluice_gpu.jobs import Job, Result, run_command, run_jobs, show
@@ -15,6 +17,9 @@ FILES = ("test_batch.py", "test_ingest.py", "test_ingest_faults.py", "test_laten
          "test_push_links.py", "test_rank_caches.py", "test_rank_ports.py", "test_ranks.py",
          "test_shutdown.py", "test_streams.py")
 _NEEDS = ("pytest", "grpc", "google.protobuf", "numpy")
+# Files that run at once. Each starts up to four nodes, which take turns on the GPU.
+_SIDE_BY_SIDE = 3
+_LINE = re.compile(r"\S+\.py::(?P<name>.+?)(?: (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$")
 
 
 def environment(place: Place, device: str) -> dict[str, str]:
@@ -44,29 +49,49 @@ def read_results(junit: Path, group: str) -> list[Result]:
     return results
 
 
+def results_so_far(said: str, group: str, why: str) -> list[Result]:
+    """Returns a result for each test in the output of a `pytest -v` that was ended: one without an outcome has failed."""
+    results = []
+    for line in said.splitlines():
+        if (found := _LINE.match(line)) is None:
+            continue
+        outcome = {"PASSED": "passed", "SKIPPED": "skipped"}.get(found["outcome"], "failed")
+        results.append(Result(f"{group}: {found['name'].strip()}", outcome, 0, "" if found["outcome"] else why))
+    return results
+
+
+def run_file(file: Path, env: dict[str, str], only: str | None, seconds: float) -> list[Result]:
+    """Runs the tests of one file. If their time is over, the one that ran has failed, and the rest has no result."""
+    with tempfile.TemporaryDirectory() as name:
+        junit = Path(name) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-v", "--color=no", "--junitxml", str(junit), str(file)]
+        if only is not None:
+            command += ["--name-regex", only]
+        status, said = run_command(command, env | {"PYTHONUNBUFFERED": "1"}, seconds)
+        if status == 5:  # pytest: no test was chosen
+            return []
+        if junit.is_file():
+            return read_results(junit, "e2e")
+    why = f"out of time after {seconds:.0f} s" if status is None else f"exit status {status}"
+    results = results_so_far(said, "e2e", why)
+    if all(result.outcome != "failed" for result in results):
+        results.append(Result(f"e2e: {file.name}", "failed", seconds, f"{said}\n{why}"))
+    return results
+
+
 def run_e2e(place: Place, device: str, only: str | None, seconds: float,
             files: Sequence[str] = FILES) -> list[Result]:
-    """Runs `files`. Where the machine cannot run them at all, the result is one skipped test."""
+    """Runs `files`, each for `seconds` at most. Where the machine cannot run them at all, the result is one skipped test."""
     env = environment(place, device)
     status, said = run_command([sys.executable, "-c", f"import {', '.join(_NEEDS)}"], env, 60)
     if status != 0:
         reason = f"Python lacks something: {said.strip().splitlines()[-1]}"
         return run_jobs([Job("e2e", skip=reason)])
-    folder = place.root / "tests/e2e"
-    with tempfile.TemporaryDirectory() as name:
-        junit = Path(name) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--junitxml", str(junit),
-                   *(str(folder / f) for f in files)]
-        if only is not None:
-            command += ["--name-regex", only]
-        status, said = run_command(command, env, seconds)
-        if status == 5:  # pytest: no test was chosen
-            return []
-        if not junit.is_file():
-            results = [Result("e2e", "failed", seconds, f"{said}\nstatus {status}")]
-            show(results[0])
-            return results
-        results = read_results(junit, "e2e")
-    for result in results:
-        show(result)
+    results = []
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+        paths = (place.root / "tests/e2e" / file for file in files)
+        for found in pool.map(lambda path: run_file(path, env, only, seconds), paths):
+            for result in found:
+                show(result)
+            results += found
     return results

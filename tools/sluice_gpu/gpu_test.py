@@ -18,7 +18,7 @@ from sluice_gpu.stage import PAYLOAD
 SANITIZERS = ("memcheck", "racecheck")
 NO_GPU = "no GPU (nvidia-smi finds none)"
 TEST_SECONDS = 120
-E2E_SECONDS = 300
+E2E_SECONDS = 300  # for the tests of one file
 # Programs that run on the GPU at once; each context takes some 0.5 GB of it, and a core.
 SIDE_BY_SIDE = 6
 
