@@ -1,6 +1,6 @@
 """Held caches over a link between the nodes' devices (kv_transport nccl; shared memory on CPUs), and its failures."""
 
-import itertools
+import functools
 import signal
 import threading
 import time
@@ -10,18 +10,12 @@ import grpc
 import pytest
 from sluice.v1 import decode_pb2, prefill_pb2, source_pb2, source_pb2_grpc
 from sluice_client import rpc
-from support.metrics_text import Scrape, wait_for
+from support.link_lab import DEADLINE_S, KV_BYTES, LINK, LINKS, MADE, PROMPT, LinkCounts, starting_apart
+from support.metrics_text import wait_for
 from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, error_of, greedy, run, tokens_of
 
-# Nodes that share a GPU take turns on it, a few milliseconds each.
-DEADLINE_S = (4.0 if DEVICE == "cuda" else 1.0) * SCALE
 IDLE_S = 1.0 * SCALE
-LINKS = ("--kv-transport", "nccl", "--kv-transport-deadline-seconds", f"{DEADLINE_S}s")
-# The transport that carries the bytes. Nodes that share one GPU take part in NCCL as if each had a host of its own.
-LINK = "nccl" if DEVICE == "cuda" else "shared_memory"
-PROMPT = [(i * 37) % 250 + 3 for i in range(200)]
-KV_BYTES = 1536 * len(PROMPT)
-NUMBERS = itertools.count()
+Counts = functools.partial(LinkCounts, calls="sluice_pull_link_reads_total", moved="sluice_pull_bytes_total")
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 ID = f"shm:{BOOT}:sluice-link-{'0' * 32}"
 
@@ -32,12 +26,8 @@ def model(tiny_models):
 
 
 @pytest.fixture(scope="module", name="start")
-def starting_apart(start):
-    def begin(program, model, *flags, **more):
-        host = {"NCCL_HOSTID": f"{program}-{next(NUMBERS)}", "NCCL_SOCKET_IFNAME": "lo"}
-        return start(program, model, *flags, env=host if DEVICE == "cuda" else None, **more)
-
-    return begin
+def _start(start):
+    return starting_apart(start)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +38,11 @@ def expected(start, model):
 
 
 def node(start, model, *more):
-    # Small chunks, so that a prompt is many messages; and every prompt is read whole.
-    return start("sluice-server", model, "--hbm-bytes", "16MiB", "--dram-bytes", "16MiB", "--pull-idle-seconds", f"{IDLE_S}s",
-                 "--max-chunk-bytes", "32KiB", "--no-prefix-cache", *LINKS, *more)
+    # Small messages, so that a prompt is many of them; and every prompt is read whole. Over NCCL a message is four
+    # chunks.
+    chunk = "8KiB" if DEVICE == "cuda" else "32KiB"
+    return start("sluice-server", model, "--hbm-bytes", "16MiB", "--dram-bytes", "16MiB", "--pull-idle-seconds",
+                 f"{IDLE_S}s", "--max-chunk-bytes", chunk, "--no-prefix-cache", *LINKS, *more)
 
 
 @pytest.fixture(scope="module")
@@ -77,31 +69,14 @@ def generate(decode, source, tokens=8, prompt=PROMPT) -> list[int]:
     return [token.id for token in found]
 
 
-class Counts:
-    """What the pulls of a node came to since this object was made."""
-
-    def __init__(self, node):
-        self.node = node
-        self.before = self._now()
-
-    def _now(self):
-        scrape = Scrape(self.node)
-        names = [("sluice_pull_link_reads_total", "outcome", ("done", "refused", "broken")),
-                 ("sluice_pull_bytes_total", "transport", ("grpc", "nccl", "shared_memory"))]
-        return {value: scrape.get(name, **{label: value}) for name, label, values in names for value in values}
-
-    def __getitem__(self, name):
-        return self._now()[name] - self.before[name]
-
-
 def test_the_answer_over_a_link_is_that_over_grpc(start, model, decode, expected):
     prefill = start("sluice-prefill", model, *LINKS)
     counts = Counts(decode)
     for _ in range(3):
         assert generate(decode, hold(prefill), tokens=24) == expected
     assert (counts["done"], counts[LINK], counts["grpc"]) == (3, 3 * KV_BYTES, 0)
-    assert decode.log.read_text().count("a link to another node is made") == 1
-    assert "a link to another node is made" in prefill.log.read_text()
+    assert decode.log.read_text().count(MADE) == 1
+    assert MADE in prefill.log.read_text()
 
 
 @pytest.mark.parametrize("has", ["the decode node", "the prefill node"])
@@ -198,10 +173,10 @@ def test_a_caller_that_hangs_up_leaves_the_link_in_order(start, model, decode, e
         source=hold(prefill), prompt_token_ids=PROMPT, sampling=greedy(max_tokens=4)), timeout=TIMEOUT_S)
     time.sleep(0.25 * SCALE)
     call.cancel()
-    made = decode.log.read_text().count("a link to another node is made")
+    made = decode.log.read_text().count(MADE)
     assert generate(decode, hold(prefill), tokens=24) == expected
     assert counts["broken"] == 0
-    assert decode.log.read_text().count("a link to another node is made") == made
+    assert decode.log.read_text().count(MADE) == made
 
 
 def test_many_prompts_at_once_over_one_link(start, model, decode):

@@ -1,6 +1,6 @@
 """Pushed caches over a link between the nodes' devices (kv_transport nccl; shared memory on CPUs), and its failures."""
 
-import itertools
+import functools
 import signal
 import threading
 import time
@@ -8,17 +8,11 @@ import time
 import grpc
 import pytest
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2, prefill_pb2
+from support.link_lab import DEADLINE_S, KV_BYTES, LINK, LINKS, MADE, PROMPT, LinkCounts, starting_apart
 from support.metrics_text import Scrape
-from support.nodes import DEVICE, SCALE, TIMEOUT_S, error_of, greedy, tokens_of
+from support.nodes import SCALE, TIMEOUT_S, error_of, greedy, tokens_of
 
-# Nodes that share a GPU take turns on it, a few milliseconds each.
-DEADLINE_S = (4.0 if DEVICE == "cuda" else 1.0) * SCALE
-LINKS = ("--kv-transport", "nccl", "--kv-transport-deadline-seconds", f"{DEADLINE_S}s")
-LINK = "nccl" if DEVICE == "cuda" else "shared_memory"
-PROMPT = [(i * 37) % 250 + 3 for i in range(200)]
-KV_BYTES = 1536 * len(PROMPT)
-MADE = "a link to another node is made"
-NUMBERS = itertools.count()
+Counts = functools.partial(LinkCounts, calls="sluice_push_link_writes_total", moved="sluice_push_bytes_total")
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +21,8 @@ def model(tiny_models):
 
 
 @pytest.fixture(scope="module", name="start")
-def starting_apart(start):
-    # Nodes that share one GPU take part in NCCL as if each had a host of its own.
-    def begin(program, model, *flags, **more):
-        host = {"NCCL_HOSTID": f"{program}-{next(NUMBERS)}", "NCCL_SOCKET_IFNAME": "lo"}
-        return start(program, model, *flags, env=host if DEVICE == "cuda" else None, **more)
-
-    return begin
+def _start(start):
+    return starting_apart(start)
 
 
 def node(start, model, *more, **where):
@@ -72,23 +61,6 @@ def generate(decode, transfer_id, tokens) -> list[int]:
 
 def answer(prefill, decode, prompt=PROMPT, tokens=24) -> list[int]:
     return generate(decode, push(prefill, decode, prompt).transfer_id, tokens)
-
-
-class Counts:
-    """What the pushes of a prefill node came to since this object was made."""
-
-    def __init__(self, node):
-        self.node = node
-        self.before = self._now()
-
-    def _now(self):
-        scrape = Scrape(self.node)
-        names = [("sluice_push_link_writes_total", "outcome", ("done", "refused", "broken")),
-                 ("sluice_push_bytes_total", "transport", ("grpc", "nccl", "shared_memory"))]
-        return {value: scrape.get(name, **{label: value}) for name, label, values in names for value in values}
-
-    def __getitem__(self, name):
-        return self._now()[name] - self.before[name]
 
 
 def test_the_answer_over_a_link_is_that_over_grpc(start, model, decode, expected):
