@@ -193,9 +193,9 @@ def test_a_lease_that_ends_gives_the_memory_back(small, g):
 
 
 def test_a_slow_sender_keeps_its_lease_while_it_writes(small, g):
-    transfer = Transfer(small, g, lease=duration_pb2.Duration(nanos=600_000_000))
+    transfer = Transfer(small, g, lease=duration_pb2.Duration(seconds=1, nanos=200_000_000))
     parts = transfer.parts()
     for part in parts[:4]:
-        time.sleep(0.3)
+        time.sleep(0.5)
         transfer.write(transfer.message(part))
     finish_and_decode(transfer, parts[4:])

@@ -174,7 +174,7 @@ def test_a_generate_before_its_transfer_is_told_how_it_ended(small, g):
     for end, reason in (("abort", "TRANSFER_ABORTED"), ("poison", "POISONED"), ("lease", "LEASE_EXPIRED")):
         scene = Scene(small, g)
         if end == "lease":
-            scene.transfer.request.lease.CopyFrom(duration_pb2.Duration(nanos=500_000_000))
+            scene.transfer.request.lease.CopyFrom(duration_pb2.Duration(seconds=1, nanos=500_000_000))
         waiting = small.capacity().waiting
         early = in_background(lambda key=scene.key: generate_error(small, rendezvous_key=key))
         wait_for_waiting(small, waiting + 1)
