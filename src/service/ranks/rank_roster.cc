@@ -293,9 +293,12 @@ void RankRoster::Leave(absl::Duration timeout) {
     return std::all_of(peers_.begin(), peers_.end(),
                        [](const Peer& peer) { return !peer.here || peer.ended; });
   };
-  // After a failure a rank that stands still takes nothing, and callers wait for this process.
-  mutex_.AwaitWithTimeout(absl::Condition(&ended),
-                          failure_.ok() ? timeout : std::min(timeout, kLastWords));
+  const auto over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return ended() || !failure_.ok(); };
+  const absl::Time give_up = absl::Now() + timeout;
+  mutex_.AwaitWithDeadline(absl::Condition(&over), give_up);
+  // After a failure, which may come only now, a rank that stands still takes nothing, and callers
+  // wait for this process.
+  mutex_.AwaitWithTimeout(absl::Condition(&ended), std::min(give_up - absl::Now(), kLastWords));
 }
 
 // ---- What the rank does with the others ----

@@ -241,6 +241,34 @@ TEST_CASE("a link ends in seconds when a rank is stopped") {
   }
 }
 
+TEST_CASE("a rank that leaves waits for a stopped one until that is known, and not longer") {
+  void* const shared =
+      mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  REQUIRE(shared != MAP_FAILED);
+  auto* const stopped = static_cast<std::atomic<int>*>(shared);
+  RankGroupOptions ranks = Ranks(2);
+  ranks.still_limit = absl::Milliseconds(500);
+  const auto wrong = testing::RunRankProcesses(ranks, [&](const RankGroupOptions& own) {
+    auto link = RankLink::Join(LinkOptions(own));
+    if (!link.ok()) return "no link: " + link.status().ToString();
+    if (own.rank == 0) {
+      absl::SleepFor(absl::Milliseconds(200));
+      stopped->store(getpid());
+      raise(SIGSTOP);
+      return std::string();
+    }
+    while (stopped->load() == 0) absl::SleepFor(absl::Milliseconds(1));
+    const absl::Time start = absl::Now();
+    link->reset();
+    const absl::Duration took = absl::Now() - start;
+    kill(stopped->load(), SIGCONT);
+    // In good order it would wait for two seconds.
+    return took < absl::Milliseconds(1600) ? "" : absl::StrCat("took ", absl::FormatDuration(took));
+  });
+  CHECK(testing::Joined(wrong) == "");
+  munmap(shared, 4096);
+}
+
 TEST_CASE("a failure of one rank is that of all, and the first one stays") {
   const auto wrong = RunLinks(Ranks(3), [](RankLink& link) -> std::string {
     if (link.rank() == 1) {
