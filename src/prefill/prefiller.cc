@@ -268,7 +268,7 @@ class PrefillerImpl : public Prefiller {
     if (on_device_) {
       SLUICE_ASSIGN_OR_RETURN(on_device_, PushOnDevice(begin, end, buffer, sink, cancelled));
       if (on_device_) return absl::OkStatus();
-      // What was sent may be lost.
+      // The sink may have lost all that it took.
       SLUICE_RETURN_IF_ERROR(PushAll(sent_from_, begin, sink, cancelled));
     }
     return PushByStaging(begin, end, buffer, sink, cancelled);

@@ -2,7 +2,6 @@
 
 import json
 import re
-import statistics
 
 import pytest
 from support.nodes import BIN, FIXTURES, ROOT, run
@@ -259,8 +258,8 @@ def test_places_are_divided_by_a_profile_and_not_without_one(tmp_path):
 
 def test_misses_are_those_that_were_set_and_steps_come_with_and_without_transfers():
     report = report_of(*LATENT, "--policies", "ess-da:ratio=0.2:least=160,ess-dba:ratio=0.2:least=160", "--batches",
-                       "2", "--given-batches", "--steps", "4", "--misses", "0,9,64", "--overlap", "--only-overlap",
-                       timeout=300)
+                       "2", "--given-batches", "--steps", "6", "--misses", "0,9,64", "--overlap", "--only-overlap",
+                       timeout=300)  # four steps of each traced window count; of two, their ends are too large a part
     found = report["details"]["overlap"]
     assert [run["policy"].split(":")[0] for run in found] == ["ess-da", "ess-da", "ess-dba", "ess-dba"]
     assert "runs" not in report["details"]
@@ -282,11 +281,10 @@ def test_misses_are_those_that_were_set_and_steps_come_with_and_without_transfer
                 exposed = level["step_seconds"]["median"] - level["without_seconds"]["median"]
                 assert level["hidden"] == pytest.approx(1 - exposed / level["alone_seconds"])
                 assert level["coverable_seconds"] > 0
-        # Each layer has one transfer, or one for each half of the batch. A window of a few steps may have a part of a step
-        # at either end, which counts more on a busy machine.
+        # Each layer has one transfer, or one for each half of the batch.
         calls = 4 if own["policy"].startswith("ess-da") else 8
-        found_calls = [level["inside_calls"] for level in own["levels"] + asked["levels"]]
-        assert statistics.median(found_calls) == pytest.approx(calls, rel=0.3), found_calls
+        for level in own["levels"] + asked["levels"]:
+            assert level["inside_calls"] == pytest.approx(calls, rel=0.3)
 
 
 def test_misses_at_first_and_a_forecast():
