@@ -1,7 +1,6 @@
 #include "src/bench/harness/engine_run.h"
 
 #include <algorithm>
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -51,8 +50,7 @@ class EngineRun {
       absl::SleepFor(absl::Milliseconds(5));
     }
     const absl::Time give_up = absl::Now() + kPatience;
-    open_.store(true, std::memory_order_release);
-    session_->engine().Wake();
+    session_->Open();
     while (!marks_->all.WaitForNotificationWithTimeout(absl::Milliseconds(20))) {
       if (sinks_.back()->ended() && !marks_->all.HasBeenNotified()) {
         const absl::Status& why = sinks_.back()->status();
@@ -127,7 +125,7 @@ class EngineRun {
         if (youngest) NoteTimes(tokens);
       };
     }
-    sinks_.push_back(std::make_shared<CountingSink>(&open_, std::move(note)));
+    sinks_.push_back(std::make_shared<CountingSink>(session_->open(), std::move(note)));
     request.sink = sinks_.back();
     return request;
   }
@@ -181,8 +179,7 @@ class EngineRun {
   const EngineRunOptions options_;
   Device* const device_;
   Model* const model_;
-  int total_ = 0;                  // Tokens of a sequence at its end.
-  std::atomic<bool> open_{false};  // The readers accept tokens.
+  int total_ = 0;  // Tokens of a sequence at its end.
   std::shared_ptr<Marks> marks_ = std::make_shared<Marks>();
   // Held over RequestFor and Submit, so that sinks are in the order of submission.
   absl::Mutex submit_mutex_;

@@ -151,6 +151,10 @@ EngineSession::Admitted EngineSession::AdmittedNow() {
   return now;
 }
 
+void EngineSession::Open() {
+  engine_->Snapshot([this](const EngineSnapshot&) { open_ = true; });
+}
+
 EngineSession::Payload EngineSession::PayloadOf(const CacheKind& kind) const {
   Payload payload;
   const auto count = static_cast<size_t>(kind.bytes_per_token * kind.heads * options_.context) / 2;

@@ -28,15 +28,14 @@
 namespace sluice::bench {
 
 // Counts tokens. Until `open` is true it has room for the first one alone: the row that chooses it
-// is the prompt's last, behind which a policy makes the sequence's working set. `on_token`, if not
-// null, is called with each token and their count, on the engine's thread.
+// is the prompt's last, behind which a policy makes the sequence's working set. `open` is read, and
+// `on_token`, if not null, is called with each token and their count, on the engine's thread.
 class CountingSink : public TokenSink {
  public:
   using OnToken = std::function<void(const OutputToken& token, int64_t count)>;
-  CountingSink(const std::atomic<bool>* open, OnToken on_token)
-      : open_(open), on_token_(std::move(on_token)) {}
+  CountingSink(const bool* open, OnToken on_token) : open_(open), on_token_(std::move(on_token)) {}
   bool HasRoom(size_t count) const override {
-    return open_->load(std::memory_order_acquire) || tokens_ + static_cast<int64_t>(count) <= 1;
+    return *open_ || tokens_ + static_cast<int64_t>(count) <= 1;
   }
   void Emit(OutputToken token) override {
     ++tokens_;
@@ -52,7 +51,7 @@ class CountingSink : public TokenSink {
   void WaitForEnd() const { finished_.WaitForNotification(); }
 
  private:
-  const std::atomic<bool>* const open_;
+  const bool* const open_;
   const OnToken on_token_;
   int64_t tokens_ = 0;
   absl::Status status_;  // Owned by the engine's thread until finished_.
@@ -112,6 +111,12 @@ class EngineSession {
   };
   Admitted AdmittedNow();
 
+  // The flag that sinks of this session's requests take. It is false until Open().
+  const bool* open() const { return &open_; }
+  // Lets all sequences decode, from the same step on: the engine's thread sets the flag between two
+  // steps, so that no step sees it false for one sequence and true for the next.
+  void Open();
+
   Engine& engine() { return *engine_; }
   // Ends the engine's thread.
   void Stop() { thread_.reset(); }
@@ -138,6 +143,7 @@ class EngineSession {
   Model* const model_;
   AttentionPolicy* const policy_;
   std::atomic<int64_t> landed_{0};
+  bool open_ = false;              // Owned by the engine's thread.
   std::vector<Payload> payloads_;  // By kind; empty if contexts are given.
   Metrics metrics_;
   std::unique_ptr<PagePool> dram_;

@@ -58,8 +58,7 @@ class Traffic {
     }
     SLUICE_RETURN_IF_ERROR(AwaitFirst(slots));
     opened_ = absl::Now();
-    open_.store(true, std::memory_order_release);
-    session_->engine().Wake();
+    session_->Open();
     SLUICE_RETURN_IF_ERROR(AwaitAll());
     session_->Stop();
     return Result();
@@ -94,7 +93,7 @@ class Traffic {
     request.sampling.max_tokens = static_cast<uint32_t>(sequences_[index].tokens);
     request.sampling.ignore_eos = true;
     state.sink = std::make_shared<CountingSink>(
-        &open_, [this, index](const OutputToken& token, int64_t count) {
+        session_->open(), [this, index](const OutputToken& token, int64_t count) {
           State& of = states_[index];
           of.tokens.push_back(absl::Now());
           // Tokens come before their step's report.
@@ -211,7 +210,6 @@ class Traffic {
   EngineRunOptions options_;
   const std::vector<TrafficSequence>& sequences_;
   const int jump_;
-  std::atomic<bool> open_{false};
   absl::Time opened_;
   std::atomic<int64_t> first_tokens_{0};
   StepWatch watch_;
