@@ -240,7 +240,7 @@ absl::Status DecodeNode::MakeTransfers() {
     LinkReader::Options read;
     read.peers.links = links;
     read.peers.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
-    read.message_bytes = PullMessageBytes(config_, *links);
+    read.message_bytes = LinkMessageBytes(config_, *links);
     pull_links_ = std::make_unique<LinkReader>(std::move(read));
   }
   pull.links = pull_links_.get();
@@ -343,7 +343,9 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   ingest.metrics = &metrics_;
   ingest.access = security_.access();
   ingest.links = push_links_.get();
-  ingest.link_message_bytes = PushMessageBytes(config_);
+  if (push_links_ != nullptr) {
+    ingest.link_message_bytes = LinkMessageBytes(config_, push_links_->links());
+  }
   ingest.log_prompts = config_.log_prompts();
   if (ranks_.link != nullptr) {
     ingest.claims = ranks_.link->claims();

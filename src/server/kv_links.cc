@@ -24,12 +24,9 @@ absl::StatusOr<std::unique_ptr<PeerLinks>> LinksOf(Device* device) {
 
 }  // namespace
 
-size_t PushMessageBytes(const Config& config) {
-  return std::min<size_t>(config.max_chunk_bytes(), size_t{8} << 20);
-}
-
-size_t PullMessageBytes(const Config& config, const PeerLinks& links) {
-  return PushMessageBytes(config) * (links.transport() == absl::string_view("nccl") ? 4 : 1);
+size_t LinkMessageBytes(const Config& config, const PeerLinks& links) {
+  const auto chunk = std::min<size_t>(config.max_chunk_bytes(), size_t{8} << 20);
+  return chunk * (links.transport() == absl::string_view("nccl") ? 4 : 1);
 }
 
 absl::StatusOr<std::unique_ptr<PeerLinks>> NewKvLinks(const Config& config, Device* device) {

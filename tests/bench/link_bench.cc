@@ -299,6 +299,9 @@ class Process {
     return PagePool::Create("dram", Layout(), std::move(home));
   }
 
+  // Returns the largest message of a node's links (LinkMessageBytes in src/server/kv_links.h).
+  size_t NodeMessageBytes() const { return (flags_.device == "cuda" ? 4 : 1) * kChunkBytes; }
+
   absl::Status Pull() {
     Metrics metrics;
     const auto bytes = static_cast<size_t>(Layout().BytesFor(flags_.tokens));
@@ -307,8 +310,7 @@ class Process {
     table.SetWake([] {});
     Channels channels{nullptr, MaxChunkMessageBytes(kChunkBytes)};
     LinkReader::Options read;
-    // This is what a node with --kv-transport nccl has.
-    if (flags_.device == "cuda") read.message_bytes = 4 * kChunkBytes;
+    read.message_bytes = NodeMessageBytes();
     SLUICE_ASSIGN_OR_RETURN(read.peers.links, testing::TestPeerLinks(device_.get()));
     LinkReader reader(std::move(read));
     for (const bool by_link : {false, true}) {
@@ -367,6 +369,7 @@ class Process {
     service.readiness = &readiness;
     service.metrics = &metrics;
     service.links = &links;
+    service.link_message_bytes = NodeMessageBytes();
     GrpcServer::Options listen;
     listen.listen = "127.0.0.1:0";
     listen.max_receive_message_bytes = MaxChunkMessageBytes(kChunkBytes);
@@ -376,6 +379,22 @@ class Process {
     Meet();  // it serves
     Meet();  // everything was pushed
     return absl::OkStatus();
+  }
+
+  // Returns a layer's part of a chunk as it lies in a prefill node's HBM: in pages, of which no two
+  // neighbours follow one another.
+  static std::vector<absl::Span<const uint8_t>> Pages(const Buffer& layer, int tokens) {
+    const CacheKind kind = Layout().kinds[0];
+    std::vector<absl::Span<const uint8_t>> pieces;
+    const int64_t pages = kind.BlocksFor(tokens) * kind.heads;
+    for (int64_t i = 0; i < pages; ++i) {
+      const int64_t token = i % kind.BlocksFor(tokens) * kind.block_tokens;
+      const int64_t count = std::min<int64_t>(kind.block_tokens, tokens - token);
+      pieces.emplace_back(
+          layer.as<uint8_t>() + (pages - 1 - i) * kind.bytes_per_token * kind.block_tokens,
+          static_cast<size_t>(kind.bytes_per_token * count));
+    }
+    return pieces;
   }
 
   // Pushes as a prefill node that computes nothing: chunks of 512 tokens, layer by layer.
@@ -421,15 +440,18 @@ class Process {
         const absl::Time begin = absl::Now();
         for (int token = 0; token < flags_.tokens; token += kStep) {
           const int end = std::min(token + kStep, flags_.tokens);
-          const absl::Span<const uint8_t> piece(
-              (by_link ? hbm : staging).as<uint8_t>(),
-              static_cast<size_t>(kind.bytes_per_token * kind.heads * (end - token)));
+          const std::vector<absl::Span<const uint8_t>> pieces =
+              by_link
+                  ? Pages(hbm, end - token)
+                  : std::vector{absl::Span<const uint8_t>(
+                        staging.as<uint8_t>(),
+                        static_cast<size_t>(kind.bytes_per_token * kind.heads * (end - token)))};
           for (int layer = 0; layer < layout.layers; ++layer) {
             if (pusher.OnDevice()) {
               SLUICE_RETURN_IF_ERROR(
-                  pusher.LayerOnDevice(layer, kind, token, end, {&piece, 1}).status());
+                  pusher.LayerOnDevice(layer, kind, token, end, pieces).status());
             } else if (!by_link) {
-              SLUICE_RETURN_IF_ERROR(pusher.Layer(layer, kind, token, end, {&piece, 1},
+              SLUICE_RETURN_IF_ERROR(pusher.Layer(layer, kind, token, end, pieces,
                                                   {0, static_cast<uint32_t>(kind.heads)}));
             }
           }

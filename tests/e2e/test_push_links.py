@@ -10,7 +10,7 @@ import pytest
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2, prefill_pb2
 from support.link_lab import DEADLINE_S, KV_BYTES, LINK, LINKS, MADE, PROMPT, LinkCounts, starting_apart
 from support.metrics_text import Scrape
-from support.nodes import SCALE, TIMEOUT_S, error_of, greedy, tokens_of
+from support.nodes import DEVICE, SCALE, TIMEOUT_S, error_of, greedy, tokens_of
 
 Counts = functools.partial(LinkCounts, calls="sluice_push_link_writes_total", moved="sluice_push_bytes_total")
 
@@ -26,9 +26,10 @@ def _start(start):
 
 
 def node(start, model, *more, **where):
-    # Small chunks, so that a prompt is many messages; and every prompt is pushed whole.
+    # Small chunks, so that a prompt is many messages, which over NCCL have four of them; and every prompt is pushed whole.
+    chunk = "8KiB" if DEVICE == "cuda" else "32KiB"
     return start("sluice-server", model, "--hbm-bytes", "16MiB", "--dram-bytes", "16MiB",
-                 "--max-chunk-bytes", "32KiB", "--no-prefix-cache", *more, **where)
+                 "--max-chunk-bytes", chunk, "--no-prefix-cache", *more, **where)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +238,8 @@ def test_a_sender_that_asks_wrongly_is_told_so(start, model):
     reserve.manifest.max_new_tokens = 4
     transfer = target.ingest.Reserve(reserve, timeout=TIMEOUT_S).transfer_id
     Request = ingest_pb2.WriteByLinkRequest
-    chunk = Request(chunk=ingest_pb2.LinkChunk(header=ingest_pb2.ChunkHeader(kind="kv", head_end=2, token_end=32), bytes=5))
+    chunk = Request(message=ingest_pb2.LinkMessage(chunks=[ingest_pb2.LinkChunk(
+        header=ingest_pb2.ChunkHeader(kind="kv", head_end=2, token_end=32), bytes=5)]))
 
     def opened(**more):
         return Request(open=Request.Open(**({"transfer_id": transfer, "transport": LINK} | more)))

@@ -20,8 +20,7 @@ using Clock = std::chrono::steady_clock;
 
 // The interval at which an event is asked for after the spin; a step is far longer.
 constexpr std::chrono::microseconds kPoll{20};
-// Pieces of one launch. The number bounds the pinned memory of a list, 96 KiB.
-constexpr size_t kBatch = 4096;
+constexpr size_t kLists = 2;
 // Pieces of this size and above go by the copy engine, which then fills the link by itself (128 KiB
 // each: 53 GB/s either way, also beside a step, whose reads keep 93 %), where a kernel takes
 // multiprocessors and bandwidth from the step. For smaller pieces a batch is bound by the cost of a
@@ -165,27 +164,43 @@ void CudaStream::Copy(void* target, const void* source, size_t bytes) {
 
 void CudaStream::CopyBatch(const CopyOp* ops, size_t count) {
   SLUICE_FAILPOINT_PAUSE(kKvCopy);
-  for (size_t at = 0; at < count && usable(); at += kBatch) {
-    CopyRun(ops + at, std::min(kBatch, count - at));
+  for (size_t at = 0; at < count && usable(); at += kListPieces) {
+    CopyRun(ops + at, std::min(kListPieces, count - at));
   }
 }
 
 struct CudaStream::Pieces {
   Pieces(DeviceHealth* health, Buffer pinned) : list(std::move(pinned)), read(health, false) {}
-  Buffer list;     // kBatch CopyPieces
+  static absl::StatusOr<std::unique_ptr<Pieces>> Make(DeviceHealth* health) {
+    SLUICE_ASSIGN_OR_RETURN(
+        Buffer list,
+        AllocatePinned(kListPieces * sizeof(kernels::cuda::CopyPiece), "a batch of copies"));
+    return std::make_unique<Pieces>(health, std::move(list));
+  }
+  Buffer list;     // kListPieces CopyPieces
   CudaEvent read;  // ready once the kernel has read the list
 };
 
+absl::Status CudaStream::ReserveLists(size_t lists) {
+  pieces_.resize(lists);
+  for (std::unique_ptr<Pieces>& pieces : pieces_) {
+    SLUICE_ASSIGN_OR_RETURN(pieces, Pieces::Make(health_));
+  }
+  next_pieces_ = 0;
+  return absl::OkStatus();
+}
+
 CudaStream::Pieces* CudaStream::NextPieces() {
+  if (pieces_.empty()) pieces_.resize(kLists);
   std::unique_ptr<Pieces>& pieces = pieces_[next_pieces_];
-  next_pieces_ = (next_pieces_ + 1) % std::size(pieces_);
+  next_pieces_ = (next_pieces_ + 1) % pieces_.size();
   if (pieces == nullptr) {
-    auto list = AllocatePinned(kBatch * sizeof(kernels::cuda::CopyPiece), "a batch of copies");
-    if (!list.ok()) {
-      health_->Fail(std::string(list.status().message()));
+    absl::StatusOr<std::unique_ptr<Pieces>> made = Pieces::Make(health_);
+    if (!made.ok()) {
+      health_->Fail(std::string(made.status().message()));
       return nullptr;
     }
-    pieces = std::make_unique<Pieces>(health_, *std::move(list));
+    pieces = *std::move(made);
   }
   pieces->read.Wait();
   return pieces.get();

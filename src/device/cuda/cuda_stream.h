@@ -60,6 +60,12 @@ class CudaStream : public Stream {
   void After(Stream& other) override;
 
   cudaStream_t handle() const { return stream_; }
+  // A batch of small pieces is copied by a kernel that reads a list of them, kListPieces at most to
+  // a list. A stream has two lists, made when they are first used, and CopyBatch waits until the
+  // oldest has been read. ReserveLists makes `lists`, for a caller that must not wait for what the
+  // stream waits for; none is in use then. Returns the error of the allocation.
+  static constexpr size_t kListPieces = 4096;
+  absl::Status ReserveLists(size_t lists);
   // Returns whether work may be enqueued.
   bool usable();
   // Takes the result of a call that enqueued `what`. A failure fails the device, or, while a
@@ -79,8 +85,8 @@ class CudaStream : public Stream {
   void CopyRun(const CopyOp* ops, size_t count);
   void CopyByEngine(const CopyOp* ops, size_t count);
   void CopyByKernel(const CopyOp* ops, size_t count);
-  // Returns the older of the two lists once it is free. Null: there was no memory for it, and the
-  // device has failed.
+  // Returns the oldest list once it is free. Null: there was no memory for it, and the device has
+  // failed.
   Pieces* NextPieces();
 
   DeviceHealth* const health_;
@@ -91,8 +97,8 @@ class CudaStream : public Stream {
   // A trunk's fields, which also hold for its branches.
   bool capturing_ = false;
   absl::Status capture_error_;
-  bool takes_part_ = false;            // whether a branch is part of the recording under way
-  std::unique_ptr<Pieces> pieces_[2];  // made at the first batch
+  bool takes_part_ = false;  // whether a branch is part of the recording under way
+  std::vector<std::unique_ptr<Pieces>> pieces_;
   size_t next_pieces_ = 0;
   // The arguments of one batch of the copy engine.
   std::vector<void*> targets_;

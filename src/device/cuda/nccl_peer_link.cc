@@ -1,8 +1,8 @@
 // A message has a slot of a ring in HBM at either end. The sending end fills it on its copy stream,
 // unless the message is one piece of HBM, and sends it on the stream of the communicator. The
 // receiving end receives into its slot, or straight into a single piece. Then it copies to the
-// pieces on its copy stream. Either end computes the checksum on a third stream, beside that copy
-// and while the next message moves.
+// pieces on its copy stream, which waits for the message on the GPU. Either end computes the
+// checksum on a third stream, beside that copy and while the next message moves.
 //
 // NCCL's kernels wait on the GPU for the other end, so nothing on the host waits but the caller,
 // who looks at events until the deadline, and then aborts the communicator. That ends the kernels;
@@ -39,10 +39,11 @@ constexpr absl::Duration kLook = absl::Microseconds(20);
 // NCCL takes a call in tens of microseconds, and a sleep lasts longer than kLook by the system's
 // own slack of some 50. At 50 GB/s a message of 8 MiB takes 170.
 constexpr absl::Duration kSpin = absl::Microseconds(100);
-// A batch of so many pieces is copied by a kernel, and after so many batches a stream has all of
-// the memory that it takes for lists of them (cuda_stream.cc).
+// A batch of so many pieces is copied by a kernel.
 constexpr size_t kManyPieces = 16;
-constexpr int kBatches = 2;
+// Lists of pieces (CudaStream::ReserveLists) that messages under way may have: two for each of four
+// messages, of 8,192 pieces then.
+constexpr size_t kLists = 8;
 constexpr char kIdFront[] = "nccl:";
 
 absl::StatusOr<ncclUniqueId> Parse(const std::string& id) {
@@ -97,6 +98,7 @@ class NcclPeerLink : public PeerLink {
       slot.done = device_->NewEvent();
       slot.checked = device_->NewEvent();
     }
+    SLUICE_RETURN_IF_ERROR(copies_->ReserveLists(kLists));
     return RunOnce();
   }
 
@@ -134,7 +136,7 @@ class NcclPeerLink : public PeerLink {
     for (size_t i = 0; i < kManyPieces; ++i) {
       ops.push_back({hbm_.as<uint8_t>() + 4 * i, pinned_.data(), 4});
     }
-    for (int i = 0; i < kBatches; ++i) copies_->CopyBatch(ops.data(), ops.size());
+    copies_->CopyBatch(ops.data(), ops.size());
     Slot& slot = slots_.front();
     checks_->Fill(slot.crc, 0, sizeof(uint32_t));
     if (checks_->usable()) {
@@ -157,6 +159,7 @@ class NcclPeerLink : public PeerLink {
     std::unique_ptr<Event> moved;    // the slot is filled, or the message has arrived
     std::unique_ptr<Event> done;     // the message is sent, or has landed
     std::vector<Stream::CopyOp> ops;
+    bool lands = true;  // the copy to the pieces, and the checksum, are enqueued
   };
 
   static std::unique_ptr<CudaStream> NewStream(Device* device, Device::StreamKind kind) {
@@ -181,7 +184,20 @@ class NcclPeerLink : public PeerLink {
   absl::StatusOr<uint32_t> ChecksumOfOldest() {
     SLUICE_CHECK(ended_ != begun_, "no message is under way");
     Slot& slot = SlotOf(ended_);
-    SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
+    if (slot.lands) {
+      SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
+      lists_ -= options_.sends ? 0 : ListsOf(slot);
+    } else {
+      SLUICE_RETURN_IF_ERROR(AwaitEvents(*slot.moved, *slot.checked));
+      {
+        absl::MutexLock lock(&mutex_);
+        SLUICE_RETURN_IF_ERROR(failure_);
+        Land(slot);  // all that is on the stream of copies belongs to messages that have arrived
+      }
+      slot.lands = true;
+      --awaiting_lists_;
+      SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
+    }
     ++ended_;
     return *slot.host_crc;
   }
@@ -234,18 +250,35 @@ class NcclPeerLink : public PeerLink {
                nccl_.receive(target, bytes, ncclUint8, kSender, comm_, stream_->handle()),
                options_.deadline));
     stream_->Record(*slot.moved);
-    copies_->WaitFor(*slot.moved);
     slot.ops.clear();
     const uint8_t* from = slot.hbm;
     for (const Piece& piece : pieces) {
       if (piece.data != nullptr && !straight) slot.ops.push_back({piece.data, from, piece.bytes});
       from += piece.bytes;
     }
-    if (!slot.ops.empty()) copies_->CopyBatch(slot.ops.data(), slot.ops.size());
-    copies_->Record(*slot.done);
     Check(slot, target, bytes);
+    // CopyBatch waits for a list of an earlier message that has not arrived, as long as that takes.
+    // So without a free list, or behind a message that lacks one, the copy waits for Await.
+    const size_t lists = ListsOf(slot);
+    slot.lands = awaiting_lists_ == 0 && lists <= kLists - lists_;
+    if (slot.lands) {
+      Land(slot);
+      lists_ += lists;
+    } else {
+      ++awaiting_lists_;
+    }
     Begun();
     return absl::OkStatus();
+  }
+
+  static size_t ListsOf(const Slot& slot) {
+    return (slot.ops.size() + CudaStream::kListPieces - 1) / CudaStream::kListPieces;
+  }
+  // Enqueues the copy of a message that has been asked for to its pieces.
+  void Land(Slot& slot) {
+    copies_->WaitFor(*slot.moved);
+    if (!slot.ops.empty()) copies_->CopyBatch(slot.ops.data(), slot.ops.size());
+    copies_->Record(*slot.done);
   }
 
   // Counts a message. The time that it may wait begins now if nothing else is under way.
@@ -262,9 +295,11 @@ class NcclPeerLink : public PeerLink {
     return attributes.type == cudaMemoryTypeDevice;
   }
 
-  // Waits for the slot's message. The deadline counts from the last message that was done.
-  absl::Status AwaitSlot(const Slot& slot) {
-    while (!slot.done->Ready() || !slot.checked->Ready()) {
+  // Waits for the slot's message.
+  absl::Status AwaitSlot(const Slot& slot) { return AwaitEvents(*slot.done, *slot.checked); }
+  // Waits for both. The deadline counts from the last message that was done.
+  absl::Status AwaitEvents(const Event& one, const Event& other) {
+    while (!one.Ready() || !other.Ready()) {
       {
         absl::MutexLock lock(&mutex_);
         SLUICE_RETURN_IF_ERROR(failure_);
@@ -332,7 +367,9 @@ class NcclPeerLink : public PeerLink {
   std::vector<Slot> slots_;
   std::unique_ptr<CudaStream> stream_, copies_, checks_;  // after the memory that they use
   uint64_t begun_ = 0, ended_ = 0;                        // messages so far
-  absl::Time progress_;                                   // when a message was done last
+  size_t lists_ = 0;             // of messages under way whose copies are enqueued
+  uint64_t awaiting_lists_ = 0;  // messages under way whose copies are not
+  absl::Time progress_;          // when a message was done last
   std::atomic<bool> stop_ = false;
   // Guards the communicator: NCCL takes one call at a time.
   absl::Mutex mutex_;

@@ -27,7 +27,7 @@ struct IngestServiceOptions {
   const Access* access = nullptr;  // null without TLS
   // Links to prefill nodes; null: all comes over gRPC (kv_transport grpc).
   LinkServer* links = nullptr;
-  size_t link_message_bytes = size_t{8} << 20;  // at most max_chunk_bytes of the transfers
+  size_t link_message_bytes = size_t{8} << 20;
   // Whether the token ids of prompts are written into the log.
   bool log_prompts = false;
   // Serves chunks that come to other ranks' ports; outlives the service. Null: they have none.

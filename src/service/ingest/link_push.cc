@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "src/base/status_macros.h"
 #include "src/device/peer_link.h"
+#include "src/service/links/link_landing.h"
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/status_mapping.h"
 
@@ -182,28 +183,38 @@ absl::Status LinkPush::Send(const std::vector<Chunk>& chunks,
   SLUICE_CHECK(peer_ != nullptr, "a push that has ended sends no more");
   for (const Chunk& chunk : chunks) {
     if (Heard().failed()) return Finish();
-    if (const absl::Status sent = SendChunk(chunk, pieces); !sent.ok()) return Broken(sent);
+    if (const absl::Status sent = Add(chunk, pieces); !sent.ok()) return Broken(sent);
   }
   return absl::OkStatus();
 }
 
-absl::Status LinkPush::SendChunk(const Chunk& chunk,
-                                 absl::Span<const absl::Span<const uint8_t>> pieces) {
+absl::Status LinkPush::Add(const Chunk& chunk, absl::Span<const absl::Span<const uint8_t>> pieces) {
+  if (next_.bytes + chunk.bytes > message_bytes() || next_.chunks.chunks_size() == kMaxLinkChunks) {
+    SLUICE_RETURN_IF_ERROR(SendMessage());
+  }
+  for (const absl::Span<const uint8_t> piece : PiecesOfRange(pieces, chunk.offset, chunk.bytes)) {
+    next_.pieces.push_back({const_cast<uint8_t*>(piece.data()), piece.size()});
+  }
+  v1::LinkChunk& added = *next_.chunks.add_chunks();
+  *added.mutable_header() = chunk.header;
+  added.mutable_header()->clear_transfer_id();
+  added.set_bytes(chunk.bytes);
+  next_.bytes += chunk.bytes;
+  return next_.bytes < message_bytes() ? absl::OkStatus() : SendMessage();
+}
+
+absl::Status LinkPush::SendMessage() {
+  if (next_.bytes == 0) return absl::OkStatus();
   if (sent_ - checked_ == static_cast<uint64_t>(peer_->link->depth())) {
     SLUICE_RETURN_IF_ERROR(SendChecksum());
   }
-  std::vector<PeerLink::Piece> message;
-  for (const absl::Span<const uint8_t> piece : PiecesOfRange(pieces, chunk.offset, chunk.bytes)) {
-    message.push_back({const_cast<uint8_t*>(piece.data()), piece.size()});
-  }
+  Message message = std::exchange(next_, {});
   v1::WriteByLinkRequest request;
-  *request.mutable_chunk()->mutable_header() = chunk.header;
-  request.mutable_chunk()->mutable_header()->clear_transfer_id();
-  request.mutable_chunk()->set_bytes(chunk.bytes);
-  // The header goes first: NCCL sends nothing before the other end has asked for a message.
+  *request.mutable_message() = std::move(message.chunks);
+  // The headers go first: NCCL sends nothing before the other end has asked for a message.
   SLUICE_RETURN_IF_ERROR(stream_->Write(request, links_->deadline()));
-  SLUICE_RETURN_IF_ERROR(peer_->link->Send(message, /*checksum=*/true));
-  coming_.push_back(chunk.bytes);
+  SLUICE_RETURN_IF_ERROR(peer_->link->Send(message.pieces, /*checksum=*/true));
+  coming_.push_back(message.bytes);
   ++sent_;
   return absl::OkStatus();
 }
@@ -219,7 +230,7 @@ absl::Status LinkPush::SendChecksum() {
 
 v1::WriteByLinkResponse LinkPush::Heard() {
   v1::WriteByLinkResponse said = stream_->said();
-  for (; landed_ < said.chunks_landed() && !coming_.empty(); ++landed_) {
+  for (; landed_ < said.messages_landed() && !coming_.empty(); ++landed_) {
     bytes_landed_ += coming_.front();
     coming_.pop_front();
   }
@@ -227,12 +238,13 @@ v1::WriteByLinkResponse LinkPush::Heard() {
 }
 
 absl::Status LinkPush::Settle() {
+  if (!Heard().failed()) SLUICE_RETURN_IF_ERROR(SendMessage());
   while (checked_ < sent_) SLUICE_RETURN_IF_ERROR(SendChecksum());
   const auto over = [this](const v1::WriteByLinkResponse& said) {
-    return said.failed() || said.chunks_landed() >= sent_;
+    return said.failed() || said.messages_landed() >= sent_;
   };
   if (!stream_->Await(over, links_->deadline())) {
-    return absl::UnavailableError("the decode node leaves chunks of a link unanswered");
+    return absl::UnavailableError("the decode node leaves messages of a link unanswered");
   }
   if (over(Heard())) return absl::OkStatus();
   return stream_->End(absl::ZeroDuration());  // it broke off

@@ -16,6 +16,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "sluice/v1/ingest.grpc.pb.h"
+#include "src/device/peer_link.h"
 #include "src/service/links/link_peers.h"
 
 namespace sluice {
@@ -45,22 +46,25 @@ class LinkPush {
     uint64_t bytes = 0;  // at most message_bytes()
   };
   size_t message_bytes() const { return peer_->message_bytes; }
-  // Sends the chunks, of which the last ones are still on their way when it returns. The pieces lie
-  // in memory that the link's device reaches, and stay as they are until Finish or the destructor
-  // has returned. After an error this push sends no more: UNAVAILABLE: the link or the stream has
+  // Sends the chunks, as many to a message as fit, since a message takes a link some time to begin.
+  // The last ones are still on their way, or wait for others, when it returns. The pieces lie in
+  // memory that the link's device reaches, and stay as they are until Finish or the destructor has
+  // returned. After an error this push sends no more: UNAVAILABLE: the link or the stream has
   // failed; else the decode node's own error, as of Write, about any chunk so far.
   absl::Status Send(const std::vector<Chunk>& chunks,
                     absl::Span<const absl::Span<const uint8_t>> pieces);
   // Waits until everything has landed, ends the push, and leaves the link to the next one. Returns
   // the errors of Send.
   absl::Status Finish();
-  // Returns the bytes of the chunks that have landed, as the decode node last said.
+  // Returns the bytes of the messages that have landed, as the decode node last said.
   uint64_t bytes_landed() const { return bytes_landed_; }
 
  private:
   class Stream;
   LinkPush(const Options& options, std::shared_ptr<LinkPeer> peer, std::unique_ptr<Stream> stream);
-  absl::Status SendChunk(const Chunk& chunk, absl::Span<const absl::Span<const uint8_t>> pieces);
+  // Puts a chunk into the next message, which is sent when it is full.
+  absl::Status Add(const Chunk& chunk, absl::Span<const absl::Span<const uint8_t>> pieces);
+  absl::Status SendMessage();
   // Waits until the oldest message has been received, and sends its checksum.
   absl::Status SendChecksum();
   // Waits for all messages and for what the decode node says of them.
@@ -73,8 +77,14 @@ class LinkPush {
   LinkPeers* const links_;
   std::shared_ptr<LinkPeer> peer_;  // this push's turn lasts until it is null
   std::unique_ptr<Stream> stream_;
-  uint64_t sent_ = 0, checked_ = 0;  // chunks whose bytes, or whose checksums, were sent
-  std::deque<uint64_t> coming_;      // sizes of the chunks that are not known to have landed
+  struct Message {
+    v1::LinkMessage chunks;
+    std::vector<PeerLink::Piece> pieces;
+    uint64_t bytes = 0;
+  };
+  Message next_;                     // waits for more chunks
+  uint64_t sent_ = 0, checked_ = 0;  // messages whose bytes, or whose checksums, were sent
+  std::deque<uint64_t> coming_;      // sizes of those that are not known to have landed
   uint64_t landed_ = 0, bytes_landed_ = 0;
 };
 

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
@@ -93,7 +94,7 @@ class LinkWrite : public grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::Wri
   // Keeps a message behind the first.
   void Keep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     closed_ = closed_ || request_.end();
-    if (request_.has_chunk()) waiting_.push_back(std::move(*request_.mutable_chunk()));
+    if (request_.has_message()) waiting_.push_back(std::move(*request_.mutable_message()));
     if (request_.has_crc32c()) checksums_.push_back(request_.crc32c());
   }
   bool full() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
@@ -108,10 +109,10 @@ class LinkWrite : public grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::Wri
   // Lands what comes, on the link's thread. An error ends the link.
   absl::Status Land(PeerLink& link);
   absl::Status LandAll(PeerLink& link, absl::Status* failed);
-  // Says what the link's thread does next: ask for this chunk, or land the oldest that has arrived,
-  // or end, or, if none of these is set, await the oldest message that is moving.
+  // Says what the link's thread does next: ask for this message, or land the oldest that has
+  // arrived, or end, or, if none of these is set, await the oldest message that is moving.
   struct Turn {
-    std::optional<v1::LinkChunk> chunk;
+    std::optional<v1::LinkMessage> message;
     std::optional<uint32_t> crc32c;
     bool over = false;
   };
@@ -159,10 +160,10 @@ class LinkWrite : public grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::Wri
   v1::WriteByLinkRequest request_;
   v1::WriteByLinkResponse answer_;  // the answer under way
   std::string transfer_id_;
-  uint64_t bytes_landed_ = 0, chunks_landed_ = 0;  // used by the link's thread
+  uint64_t bytes_landed_ = 0, messages_landed_ = 0;  // used by the link's thread
 
   absl::Mutex mutex_;
-  std::deque<v1::LinkChunk> waiting_ ABSL_GUARDED_BY(mutex_);
+  std::deque<v1::LinkMessage> waiting_ ABSL_GUARDED_BY(mutex_);
   std::deque<uint32_t> checksums_ ABSL_GUARDED_BY(mutex_);
   bool reading_ ABSL_GUARDED_BY(mutex_) = true;
   bool opened_ ABSL_GUARDED_BY(mutex_) = false;
@@ -241,24 +242,32 @@ absl::Status LinkWrite::LandAll(PeerLink& link, absl::Status* failed) {
   while (true) {
     SLUICE_ASSIGN_OR_RETURN(const Turn turn, Next(landing));
     if (turn.over) return absl::OkStatus();
-    if (turn.chunk.has_value()) {
-      // Chunks behind one that failed are dropped, so that the link stays in order.
-      SLUICE_RETURN_IF_ERROR(failed->ok() ? landing.Ask(*turn.chunk) : landing.Drop(*turn.chunk));
+    if (turn.message.has_value()) {
+      const auto& chunks = turn.message->chunks();
+      if (chunks.size() > kMaxLinkChunks) {
+        return InvalidField("message.chunks", absl::StrCat("has ", chunks.size(), " entries; send ",
+                                                           kMaxLinkChunks, " at most"));
+      }
+      const std::vector<const v1::LinkChunk*> list(chunks.pointer_begin(), chunks.pointer_end());
+      // Messages behind one that failed are dropped, so that the link stays in order.
+      SLUICE_RETURN_IF_ERROR(failed->ok() ? landing.Ask(list) : landing.Drop(list));
       continue;
     }
     if (!turn.crc32c.has_value()) {
       SLUICE_RETURN_IF_ERROR(landing.Arrive());
       continue;
     }
-    const LinkLanding::Landed landed = landing.Land(*turn.crc32c);
-    if (landed.blocks.ok() && bytes_landed_ == 0) watch_->StreamBegan(transfer_id_);
-    watch_->ChunkEnded(landed.blocks, landed.bytes);
-    if (landed.blocks.ok()) bytes_landed_ += landed.bytes;
-    if (!failed->ok()) continue;
-    *failed = landed.blocks.status();
-    chunks_landed_ += failed->ok() ? 1 : 0;
+    const bool sound = failed->ok();
+    for (const LinkLanding::Landed& landed : landing.Land(*turn.crc32c)) {
+      if (landed.blocks.ok() && bytes_landed_ == 0) watch_->StreamBegan(transfer_id_);
+      watch_->ChunkEnded(landed.blocks, landed.bytes);
+      if (landed.blocks.ok()) bytes_landed_ += landed.bytes;
+      failed->Update(landed.blocks.status());
+    }
+    if (!sound) continue;
+    messages_landed_ += failed->ok() ? 1 : 0;
     Say([&](v1::WriteByLinkResponse& answer) {
-      answer.set_chunks_landed(chunks_landed_);
+      answer.set_messages_landed(messages_landed_);
       answer.set_failed(!failed->ok());
     });
   }
@@ -279,7 +288,7 @@ absl::StatusOr<LinkWrite::Turn> LinkWrite::Next(const LinkLanding& landing) {
   if (!landing.moving()) mutex_.Await(absl::Condition(&any));
   if (broken_) return absl::CancelledError("the stream of a push by link broke off");
   if (asks()) {
-    turn.chunk = std::move(waiting_.front());
+    turn.message = std::move(waiting_.front());
     waiting_.pop_front();
   } else if (landing.moving()) {
     return turn;
@@ -287,9 +296,9 @@ absl::StatusOr<LinkWrite::Turn> LinkWrite::Next(const LinkLanding& landing) {
     turn.crc32c = checksums_.front();
     checksums_.pop_front();
   } else if (landing.arrived()) {
-    return InvalidField("crc32c", "is missing for a chunk whose bytes have come");
+    return InvalidField("crc32c", "is missing for a message whose bytes have come");
   } else if (!closed_) {
-    return InvalidField("crc32c", "has come for more chunks than were sent");
+    return InvalidField("crc32c", "has come for more messages than were sent");
   } else {
     turn.over = true;
   }

@@ -16,7 +16,7 @@ LinkLanding::~LinkLanding() {
   if (moving()) link_->Abort("messages under way were given up");
 }
 
-absl::Status LinkLanding::Ask(const v1::LinkChunk& chunk) {
+LinkLanding::Part LinkLanding::Begin(const v1::LinkChunk& chunk) {
   const v1::ChunkHeader& h = chunk.header();
   ChunkHeader header;
   header.transfer_id = transfer_id_;
@@ -31,50 +31,73 @@ absl::Status LinkLanding::Ask(const v1::LinkChunk& chunk) {
   header.crc32c = h.crc32c();
   absl::StatusOr<std::unique_ptr<ChunkLanding>> begun =
       transfers_->BeginChunk(header, chunk.bytes(), link_->message_bytes());
-  if (!begun.ok()) return Drop(chunk, begun.status());
+  if (!begun.ok()) return {nullptr, begun.status(), 0};
+  return {*std::move(begun), absl::OkStatus(), chunk.bytes()};
+}
+
+absl::Status LinkLanding::Ask(Chunks chunks) {
+  Message message;
+  for (const v1::LinkChunk* const chunk : chunks) message.push_back(Begin(*chunk));
+  return Receive(chunks, std::move(message));
+}
+
+absl::Status LinkLanding::Drop(Chunks chunks) {
+  Message message(chunks.size());
+  for (Part& part : message) part.refused = absl::CancelledError("nobody waits for it any more");
+  return Receive(chunks, std::move(message));
+}
+
+absl::Status LinkLanding::Receive(Chunks chunks, Message message) {
   std::vector<PeerLink::Piece> pieces;
-  for (const ChunkLanding::Target& target : (*begun)->Targets()) {
-    pieces.push_back({target.data, target.bytes});
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (message[i].chunk == nullptr) {
+      pieces.push_back({nullptr, chunks[i]->bytes()});
+      continue;
+    }
+    for (const ChunkLanding::Target& target : message[i].chunk->Targets()) {
+      pieces.push_back({target.data, target.bytes});
+    }
   }
-  coming_.push_back({*std::move(begun), absl::OkStatus(), chunk.bytes()});
+  coming_.push_back(std::move(message));
   return link_->Receive(pieces);
-}
-
-absl::Status LinkLanding::Drop(const v1::LinkChunk& chunk) {
-  return Drop(chunk, absl::CancelledError("nobody waits for it any more"));
-}
-
-absl::Status LinkLanding::Drop(const v1::LinkChunk& chunk, const absl::Status& why) {
-  const PeerLink::Piece piece = {nullptr, chunk.bytes()};
-  coming_.push_back({nullptr, why, 0});
-  return link_->Receive({&piece, 1});
 }
 
 absl::Status LinkLanding::Arrive() {
   SLUICE_ASSIGN_OR_RETURN(const uint32_t crc, link_->Await());
-  if (coming_.front().chunk != nullptr) coming_.front().chunk->Received(crc);
+  for (const Part& part : coming_.front()) {
+    if (part.chunk != nullptr) part.chunk->Received(crc);
+  }
   arrived_.push_back(std::move(coming_.front()));
   coming_.pop_front();
   return absl::OkStatus();
 }
 
-LinkLanding::Landed LinkLanding::Finish(const Coming& message) {
-  if (message.chunk == nullptr) return {message.refused, 0};
-  return {message.chunk->Finish(), message.bytes};
+LinkLanding::Message LinkLanding::TakeArrived() {
+  Message oldest = std::move(arrived_.front());
+  arrived_.pop_front();
+  return oldest;
 }
 
-LinkLanding::Landed LinkLanding::Land(uint32_t crc32c) {
-  const Coming oldest = std::move(arrived_.front());
-  arrived_.pop_front();
-  if (oldest.chunk != nullptr) oldest.chunk->Expect(crc32c);
+std::vector<LinkLanding::Landed> LinkLanding::Finish(const Message& message) {
+  std::vector<Landed> landed;
+  for (const Part& part : message) {
+    landed.push_back(part.chunk == nullptr ? Landed{part.refused, 0}
+                                           : Landed{part.chunk->Finish(), part.bytes});
+  }
+  return landed;
+}
+
+std::vector<LinkLanding::Landed> LinkLanding::Land(uint32_t crc32c) {
+  const Message oldest = TakeArrived();
+  for (const Part& part : oldest) {
+    if (part.chunk != nullptr) part.chunk->Expect(crc32c);
+  }
   return Finish(oldest);
 }
 
-absl::StatusOr<LinkLanding::Landed> LinkLanding::Await() {
+absl::StatusOr<std::vector<LinkLanding::Landed>> LinkLanding::Await() {
   SLUICE_RETURN_IF_ERROR(Arrive());
-  const Coming oldest = std::move(arrived_.front());
-  arrived_.pop_front();
-  return Finish(oldest);
+  return Finish(TakeArrived());
 }
 
 }  // namespace sluice

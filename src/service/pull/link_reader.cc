@@ -82,7 +82,8 @@ void LinkReader::Land(LinkPeer& peer, const Read& read, const v1::ReadByLinkResp
   result->outcome = LinkUse::kDone;
   absl::Status broken;
   const auto take = [&](LinkLanding& landing) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(const LinkLanding::Landed landed, landing.Await());
+    SLUICE_ASSIGN_OR_RETURN(const std::vector<LinkLanding::Landed> message, landing.Await());
+    const LinkLanding::Landed& landed = message.front();  // a pull's messages have one chunk each
     result->bytes += landed.blocks.ok() ? landed.bytes : 0;
     const absl::Status& status = landed.blocks.status();
     if (absl::IsDataLoss(status)) {
@@ -100,11 +101,12 @@ void LinkReader::Land(LinkPeer& peer, const Read& read, const v1::ReadByLinkResp
   };
   {
     LinkLanding landing(peer.link.get(), read.transfers, read.transfer_id);
-    for (const v1::LinkChunk& chunk : coming.chunks()) {
+    for (const v1::LinkChunk& each : coming.chunks()) {
+      const v1::LinkChunk* const chunk = &each;
       if (landing.full()) broken = take(landing);
       if (read.unwanted()) broken.Update(absl::CancelledError("nobody waits for it any more"));
       // If the transfer takes no more, the rest still comes, so that the link stays in order.
-      if (broken.ok()) broken = landing.Ask(chunk);
+      if (broken.ok()) broken = landing.Ask({&chunk, 1});
       if (!broken.ok()) break;
     }
     while (broken.ok() && landing.moving()) broken = take(landing);

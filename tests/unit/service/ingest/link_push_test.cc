@@ -58,7 +58,9 @@ class OtherLinks : public PeerLinks {
 };
 
 struct Town {
-  explicit Town(bool linked = true, std::shared_ptr<PeerLinks> senders = NewCpuPeerLinks()) {
+  explicit Town(bool linked = true, std::shared_ptr<PeerLinks> senders = NewCpuPeerLinks(),
+                size_t message = kChunkBytes)
+      : message_bytes(message) {
     hbm = OrFail(PagePool::Create("hbm", Layout(), Arena(1 << 20)));
     dram = OrFail(PagePool::Create("dram", Layout(), Arena(1 << 20)));
     TransferTable::Options options;
@@ -92,7 +94,7 @@ struct Town {
     service.readiness = &readiness;
     service.metrics = &metrics;
     service.links = link_server.has_value() ? &*link_server : nullptr;
-    service.link_message_bytes = kChunkBytes;
+    service.link_message_bytes = message_bytes;
     GrpcServer::Options options;
     options.listen = listen;
     server = OrFail(GrpcServer::Start(options, {NewIngestService(service)}));
@@ -166,6 +168,7 @@ struct Town {
     }
   }
 
+  const size_t message_bytes;
   Metrics metrics;
   Readiness readiness;
   std::unique_ptr<PagePool> hbm, dram;
@@ -253,6 +256,27 @@ TEST_CASE("an error about a chunk is that of Write, and leaves the link to the n
   town.table->Abort(id, "test").IgnoreError();
   town.PushWell();
   CHECK(LinkOf(town) == link);
+}
+
+TEST_CASE("chunks share a message as far as they fit, and land each by itself", "[links]") {
+  Town town(/*linked=*/true, NewCpuPeerLinks(), 4 * kChunkBytes);
+#ifndef SLUICE_NO_FAILPOINTS
+  {
+    // Eleven chunks are three messages.
+    ScopedFailpoints armed("link.send=error*1@4");
+    town.PushWell();
+  }
+#endif
+  const std::string id = town.Reserve();
+  const auto push = OrFail(town.Open(id));
+  absl::Status status = push->Send({Town::Chunk(0), Town::Chunk(kLayers), Town::Chunk(1)},
+                                   {absl::MakeConstSpan(town.bytes)});
+  if (status.ok()) status = push->Finish();
+  CHECK(absl::IsInvalidArgument(status));
+  CHECK(FieldOf(status) == "header.layer");
+  CHECK(push->bytes_landed() == 0);
+  CHECK(OrFail(town.table->Get(id, 8)).blocks_landed == 4);
+  town.PushWell();
 }
 
 TEST_CASE("blocks that have landed are counted once", "[links]") {
@@ -365,7 +389,7 @@ TEST_CASE("a stream that does not keep to the order is told so, and harms nobody
     return FromGrpcStatus(stream->Finish());
   };
   v1::WriteByLinkRequest chunk;
-  chunk.mutable_chunk()->set_bytes(5);
+  chunk.mutable_message()->add_chunks()->set_bytes(5);
   CHECK(FieldOf(answer_to({})) == "open");
   CHECK(FieldOf(answer_to({chunk})) == "open");
   v1::WriteByLinkRequest open;
@@ -398,27 +422,43 @@ TEST_CASE("a sender that keeps checksums back, or sends too many, loses its link
   while (!answer.ready()) REQUIRE(stream->Read(&answer));
   v1::WriteByLinkRequest crc;
   crc.set_crc32c(7);
-  std::string words;
+  std::string words, field = "crc32c";
   SECTION("one is missing at the end") {
     const LinkPush::Chunk chunk = Town::Chunk(0);
     v1::WriteByLinkRequest header;
-    *header.mutable_chunk()->mutable_header() = chunk.header;
-    header.mutable_chunk()->set_bytes(chunk.bytes);
+    v1::LinkChunk& added = *header.mutable_message()->add_chunks();
+    *added.mutable_header() = chunk.header;
+    added.set_bytes(chunk.bytes);
     stream->Write(header);
     const PeerLink::Piece piece = {town.bytes.data(), chunk.bytes};
     REQUIRE(link->Send({&piece, 1}).ok());
     v1::WriteByLinkRequest end;
     end.set_end(true);
     stream->Write(end);
-    words = "is missing for a chunk";
+    words = "is missing for a message";
   }
-  SECTION("they come for no chunks") {
+  SECTION("a message has too many chunks") {
+    v1::WriteByLinkRequest many;
+    for (int i = 0; i < 1025; ++i) many.mutable_message()->add_chunks();
+    stream->Write(many);
+    field = "message.chunks";
+    words = "has 1025 entries";
+  }
+  SECTION("a message has none") {
+    v1::WriteByLinkRequest none;
+    none.mutable_message();
+    stream->Write(none);
+    field = "";
+    words = "at least one byte";
+  }
+  SECTION("they come for no messages") {
     for (int i = 0; i < 256; ++i) stream->Write(crc);
-    words = "for more chunks than were sent";
+    words = "for more messages than were sent";
   }
   while (stream->Read(&answer)) continue;
   const absl::Status status = FromGrpcStatus(stream->Finish());
-  CHECK(FieldOf(status) == "crc32c");
+  CHECK(absl::IsInvalidArgument(status));
+  CHECK(FieldOf(status).value_or("") == field);
   CHECK(status.message().find(words) != std::string::npos);
   town.PushWell();
 }
