@@ -216,6 +216,7 @@ def test_a_file_of_end_to_end_tests_that_hangs_names_the_test_that_did(tmp_path,
         ("e2e: test_is_broken.py", "failed")]
     said = capsys.readouterr().out
     assert "FAILED  e2e: test_ends[never]" in said and "out of time after 6 s" in said and "exit status 3" in said
+    assert "e2e: test_works.py: 1 passed, 0 failed, 0 skipped (" in said
 
 
 def test_end_to_end_tests_are_there_and_need_no_other_program():

@@ -3,7 +3,10 @@
 import re
 import sys
 import tempfile
+import threading
+import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +22,7 @@ FILES = ("test_batch.py", "test_ingest.py", "test_ingest_faults.py", "test_laten
 _NEEDS = ("pytest", "grpc", "google.protobuf", "numpy")
 # Files that run at once. Each starts up to four nodes, which take turns on the GPU.
 _SIDE_BY_SIDE = 3
+_SHOWING = threading.Lock()  # the lines of a file's results stay together
 _LINE = re.compile(r"\S+\.py::(?P<name>.+?)(?: (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$")
 
 
@@ -87,11 +91,19 @@ def run_e2e(place: Place, device: str, only: str | None, seconds: float,
     if status != 0:
         reason = f"Python lacks something: {said.strip().splitlines()[-1]}"
         return run_jobs([Job("e2e", skip=reason)])
-    results = []
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-        paths = (place.root / "tests/e2e" / file for file in files)
-        for found in pool.map(lambda path: run_file(path, env, only, seconds), paths):
-            for result in found:
-                show(result)
-            results += found
+        found = list(pool.map(lambda file: _run_and_show(place.root / "tests/e2e" / file, env, only, seconds), files))
+    return [result for results in found for result in results]
+
+
+def _run_and_show(file: Path, env: dict[str, str], only: str | None, seconds: float) -> list[Result]:
+    begin = time.monotonic()
+    results = run_file(file, env, only, seconds)
+    counts = Counter(result.outcome for result in results)
+    with _SHOWING:
+        for result in results:
+            show(result)
+        if results:
+            counted = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
+            print(f"e2e: {file.name}: {counted} ({time.monotonic() - begin:.0f} s)", flush=True)
     return results

@@ -3,34 +3,10 @@
 #include "src/base/status_macros.h"
 #include "src/kv/transfer_table.h"
 #include "src/service/ingest/transfer_writes.h"
+#include "src/service/wire/proto_conversion.h"
 
 namespace sluice {
 namespace {
-
-// Both ends are of one build, and the rank has read the header by the rules of Write.
-v1::ChunkHeader ToProto(const ChunkHeader& header) {
-  v1::ChunkHeader out;
-  out.set_transfer_id(header.transfer_id);
-  out.set_layer(header.layer);
-  out.set_kind(header.kind);
-  out.set_head_begin(header.head_begin);
-  out.set_head_end(header.head_end);
-  out.set_token_begin(header.token_begin);
-  out.set_token_end(header.token_end);
-  out.set_crc32c(header.crc32c);
-  return out;
-}
-
-ChunkHeader FromProto(const v1::ChunkHeader& header) {
-  return {header.transfer_id(),
-          static_cast<uint32_t>(header.layer()),
-          header.kind(),
-          static_cast<uint32_t>(header.head_begin()),
-          static_cast<uint32_t>(header.head_end()),
-          static_cast<uint32_t>(header.token_begin()),
-          static_cast<uint32_t>(header.token_end()),
-          header.crc32c()};
-}
 
 class TransferClaims final : public ClaimStream {
  public:
@@ -59,7 +35,8 @@ class TransferClaims final : public ClaimStream {
     if (writes_ == nullptr) {
       writes_ = std::make_unique<TransferWrites>(transfers_, watch_, begin.tenant());
     }
-    SLUICE_RETURN_IF_ERROR(writes_->Begin(FromProto(begin.header()), begin.payload_bytes()));
+    SLUICE_ASSIGN_OR_RETURN(const ChunkHeader header, FromProto(begin.header()));
+    SLUICE_RETURN_IF_ERROR(writes_->Begin(header, begin.payload_bytes()));
     const ChunkLanding& landing = *writes_->landing();
     SLUICE_ASSIGN_OR_RETURN(const auto targets, landing.TargetsOn(rank_));
     for (const ChunkLanding::RankTarget& target : targets) {

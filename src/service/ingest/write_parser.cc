@@ -10,6 +10,7 @@
 #include "sluice/v1/ingest.pb.h"
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
+#include "src/service/wire/proto_conversion.h"
 
 namespace sluice {
 namespace {
@@ -19,14 +20,6 @@ using google::protobuf::io::CodedInputStream;
 
 constexpr uint32_t Tag(int field) {
   return WireFormatLite::MakeTag(field, WireFormatLite::WIRETYPE_LENGTH_DELIMITED);
-}
-
-absl::Status ToUint32(const char* field, uint64_t value, uint32_t* out) {
-  if (value > UINT32_MAX) {
-    return InvalidField(field, absl::StrCat("expected less than 2^32, found ", value));
-  }
-  *out = static_cast<uint32_t>(value);
-  return absl::OkStatus();
 }
 
 absl::Status ReadHeader(CodedInputStream& in, ChunkHeader* out) {
@@ -42,14 +35,7 @@ absl::Status ReadHeader(CodedInputStream& in, ChunkHeader* out) {
     return InvalidField("header", "the message ends inside it");
   }
   if (!header.ParseFromString(text)) return InvalidField("header", "is not a ChunkHeader");
-  out->transfer_id = std::move(*header.mutable_transfer_id());
-  out->kind = std::move(*header.mutable_kind());
-  SLUICE_RETURN_IF_ERROR(ToUint32("header.layer", header.layer(), &out->layer));
-  SLUICE_RETURN_IF_ERROR(ToUint32("header.head_begin", header.head_begin(), &out->head_begin));
-  SLUICE_RETURN_IF_ERROR(ToUint32("header.head_end", header.head_end(), &out->head_end));
-  SLUICE_RETURN_IF_ERROR(ToUint32("header.token_begin", header.token_begin(), &out->token_begin));
-  SLUICE_RETURN_IF_ERROR(ToUint32("header.token_end", header.token_end(), &out->token_end));
-  out->crc32c = header.crc32c();
+  SLUICE_ASSIGN_OR_RETURN(*out, FromProto(header));
   return absl::OkStatus();
 }
 

@@ -1,11 +1,11 @@
 #include "src/service/links/link_landing.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "src/base/status_macros.h"
 #include "src/kv/transfer_table.h"
+#include "src/service/wire/proto_conversion.h"
 
 namespace sluice {
 
@@ -17,20 +17,11 @@ LinkLanding::~LinkLanding() {
 }
 
 LinkLanding::Part LinkLanding::Begin(const v1::LinkChunk& chunk) {
-  const v1::ChunkHeader& h = chunk.header();
-  ChunkHeader header;
-  header.transfer_id = transfer_id_;
-  header.kind = h.kind();
-  for (const auto& [from, to] : {std::pair{h.layer(), &header.layer},
-                                 {h.head_begin(), &header.head_begin},
-                                 {h.head_end(), &header.head_end},
-                                 {h.token_begin(), &header.token_begin},
-                                 {h.token_end(), &header.token_end}}) {
-    *to = static_cast<uint32_t>(std::min<uint64_t>(from, UINT32_MAX));  // refused as it is
-  }
-  header.crc32c = h.crc32c();
+  absl::StatusOr<ChunkHeader> header = FromProto(chunk.header());
+  if (!header.ok()) return {nullptr, header.status(), 0};
+  header->transfer_id = transfer_id_;
   absl::StatusOr<std::unique_ptr<ChunkLanding>> begun =
-      transfers_->BeginChunk(header, chunk.bytes(), link_->message_bytes());
+      transfers_->BeginChunk(*header, chunk.bytes(), link_->message_bytes());
   if (!begun.ok()) return {nullptr, begun.status(), 0};
   return {*std::move(begun), absl::OkStatus(), chunk.bytes()};
 }

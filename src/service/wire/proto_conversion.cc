@@ -334,6 +334,43 @@ v1::Hints ToProto(const SelectionHints& hints, bool queries) {
   return out;
 }
 
+absl::StatusOr<ChunkHeader> FromProto(const v1::ChunkHeader& header) {
+  ChunkHeader out;
+  out.transfer_id = header.transfer_id();
+  out.kind = header.kind();
+  out.crc32c = header.crc32c();
+  struct Number {
+    const char* field;
+    uint64_t value;
+    uint32_t* out;
+  };
+  for (const Number& number : {Number{"header.layer", header.layer(), &out.layer},
+                               {"header.head_begin", header.head_begin(), &out.head_begin},
+                               {"header.head_end", header.head_end(), &out.head_end},
+                               {"header.token_begin", header.token_begin(), &out.token_begin},
+                               {"header.token_end", header.token_end(), &out.token_end}}) {
+    if (number.value > UINT32_MAX) {
+      return InvalidField(number.field,
+                          absl::StrCat("expected less than 2^32, found ", number.value));
+    }
+    *number.out = static_cast<uint32_t>(number.value);
+  }
+  return out;
+}
+
+v1::ChunkHeader ToProto(const ChunkHeader& header) {
+  v1::ChunkHeader out;
+  out.set_transfer_id(header.transfer_id);
+  out.set_layer(header.layer);
+  out.set_kind(header.kind);
+  out.set_head_begin(header.head_begin);
+  out.set_head_end(header.head_end);
+  out.set_token_begin(header.token_begin);
+  out.set_token_end(header.token_end);
+  out.set_crc32c(header.crc32c);
+  return out;
+}
+
 v1::BlockRange ToProto(const MissingRange& range) {
   v1::BlockRange out;
   out.set_layer(range.layer);

@@ -69,6 +69,9 @@ absl::StatusOr<Manifest> FromProto(const v1::ReserveRequest& request);
 absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints);
 // With `queries` false, the hints' queries are left out.
 v1::Hints ToProto(const SelectionHints& hints, bool queries = true);
+// INVALID_ARGUMENT names a field, as "header.layer", that is 2^32 or more.
+absl::StatusOr<ChunkHeader> FromProto(const v1::ChunkHeader& header);
+v1::ChunkHeader ToProto(const ChunkHeader& header);
 v1::BlockRange ToProto(const MissingRange& range);
 MissingRange FromProto(const v1::BlockRange& range);
 v1::MissingBlocks ToMissingBlocks(const TransferInfo& info);
