@@ -53,6 +53,8 @@ constexpr int64_t PeerAreaBytes(int32_t size, int64_t slot_bytes) {
   return kPeerSlots + 2 * size * slot_bytes;
 }
 
+constexpr int64_t LeastStagedPacks(int32_t size) { return int64_t{size} * (size - 1); }
+
 // A group of ranks as one of them sees it.
 struct PeerGroup {
   void* areas[kMaxPeerRanks];  // [size] every rank's area; all begin at multiples of 128 bytes
@@ -63,7 +65,9 @@ struct PeerGroup {
 };
 
 // Computes out[i] = the sum of all ranks' in[i], in float32, rank 0 first, rounded once: the same
-// bits on every rank, whatever `count` is. PeerSlotBytes of the operand is at most slot_bytes.
+// bits on every rank, whatever `count` and `stages` are. PeerSlotBytes of the operand is at most
+// slot_bytes. In two stages each rank adds a part and sends it to the others; an operand then has
+// at least LeastStagedPacks, so that every rank has a part.
 struct PeerAllReduceParams {
   PeerGroup group;
   const void* in;  // [count]
@@ -71,6 +75,7 @@ struct PeerAllReduceParams {
   int64_t count;
   DType type;          // float32 or bf16
   int32_t max_blocks;  // thread blocks at most; 0: as many as are of use
+  int32_t stages = 1;  // 1 or 2; the same on every rank
 };
 
 // Computes out[r] = rank r's `in`.

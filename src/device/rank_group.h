@@ -19,6 +19,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "absl/status/status.h"
@@ -54,6 +55,10 @@ struct RankGroupOptions {
   // all-gather of up to this many bytes for each other rank, and in an all-to-all of registered
   // buffers. What is larger goes by NCCL. 0: everything does. The same on every rank.
   size_t peer_bytes = size_t{4} << 20;
+  // There, an all-reduce of at least so many bytes goes in two stages: a rank sends 2 / size of
+  // what it sends in one, and waits twice. The same on every rank. It is off because nobody has
+  // measured from where it is of use.
+  size_t two_stage_bytes = std::numeric_limits<size_t>::max();
 };
 
 // INVALID_ARGUMENT names the option that is out of range.

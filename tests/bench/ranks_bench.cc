@@ -3,13 +3,15 @@
 //   sluice-ranks-bench [ranks] [device] [rounds] [json]     (2, cpu, 200)
 //
 // With device cuda rank r has GPU r, or of fewer, r modulo their number. Each operation is timed as
-// it goes by NCCL and by the ranks' memory (RankGroupOptions::peer_bytes), by the GPU's clock, both
-// enqueued one by one and recorded, 32 in a row. With `json` every line is an object.
+// it goes by NCCL and by the ranks' memory (RankGroupOptions::peer_bytes; sums in two stages too),
+// by the GPU's clock, both enqueued one by one and recorded, 32 in a row. With `json` every line is
+// an object.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -204,16 +206,22 @@ absl::Status Measure(const Settings& settings, const RankGroupOptions& options) 
   struct Way {
     const char* name;
     size_t peer_bytes;
+    size_t two_stage_bytes = std::numeric_limits<size_t>::max();
   };
   std::vector<Way> ways = {{"cpu", 0}};
-  if (cuda) ways = {{"nccl", 0}, {"peer", static_cast<size_t>(kMostBytes * (options.size - 1))}};
+  if (cuda) {
+    const auto all = static_cast<size_t>(kMostBytes * (options.size - 1));
+    ways = {{"nccl", 0}, {"peer", all}, {"peer2", all, 0}};
+  }
   for (const Way& way : ways) {
     RankGroupOptions own = options;
     own.name = absl::StrCat(options.name, "-", way.name);
     own.peer_bytes = way.peer_bytes;
+    own.two_stage_bytes = way.two_stage_bytes;
     SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<RankGroup> group, device->JoinRanks(own));
     Bench bench(settings, own, device.get(), std::move(group), way.name);
     SLUICE_RETURN_IF_ERROR(SumsAndGathers(bench, own));
+    if (way.two_stage_bytes == 0) continue;
     for (const Unit& unit : kUnits) {
       for (const int rows : kRows) {
         SLUICE_RETURN_IF_ERROR(Exchanges(bench, own, unit.name, rows, unit.bytes));

@@ -74,9 +74,9 @@ PARTS: dict[str, list[AnyRun]] = {
     # One GPU of a host with 256 GiB. One context, so that it fits beside 22 sequences on a GPU of 80 GB.
     "big64k": [Run("64k-256gib", ("full", "scout"), (65536,), batches=(2,), most=24, dram_gib=220, distinct=1,
                    statistics=0, trace=False)],
-    # The same on a host with 512 GiB, in which 35 sequences have homes of 380 GiB.
-    "big64k-512gib": [Run("64k-512gib", ("full", "scout"), (65536,), batches=(2,), most=35, dram_gib=400, distinct=1,
-                          statistics=0, trace=False)],
+    # The same on a host with 512 GiB, where 35 sequences have homes of 380 GiB. With codes HBM is full before DRAM is.
+    "big64k-512gib": [Run("64k-512gib", ("full", "scout", "scout:codes=0"), (65536,), batches=(2,), most=35,
+                          dram_gib=400, distinct=1, statistics=0, trace=False)],
     # HBM for two sequences of 64K in both runs.
     "budgets": [Run("contexts", BUDGETS, (8192, 16384, 32768), most=48, full_sequences=4, statistics=0, trace=False),
                 Run("64k", BUDGETS, (65536,), statistics=0, trace=False)],

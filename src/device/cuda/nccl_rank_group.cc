@@ -263,6 +263,10 @@ class NcclRankGroup : public RankGroup {
       p.out = op.out;
       p.count = op.count;
       p.type = op.type;
+      const int64_t bytes = op.count * SizeOf(op.type);
+      const bool staged = static_cast<size_t>(bytes) >= options_.two_stage_bytes &&
+                          bytes >= kernels::LeastStagedPacks(size()) * kernels::kPackDataBytes;
+      p.stages = staged ? 2 : 1;
       return kernels::cuda::LaunchPeerAllReduce(p, stream);
     }
     if (op.kind == Collective::kAllGather && peers_->Takes(op.count)) {

@@ -178,12 +178,15 @@ void OnSim(const Case& test) {
   }
 }
 
-// The ranks write into one another's memory where they can, and then go by NCCL alone.
+// The ranks write into one another's memory where they can, sum in two stages there where they can,
+// and then go by NCCL alone.
 void OnGpu(const Case& test) {
   if (const std::string why = testing::WhyNoSharedGpu(); !why.empty()) return SkipTest(why);
-  for (const bool by_memory : {true, false}) {
-    RankGroupOptions options = testing::RankOptions(2);
-    if (!by_memory) options.peer_bytes = 0;
+  const RankGroupOptions by_memory = testing::RankOptions(2);
+  RankGroupOptions in_stages = testing::RankOptions(2), by_nccl = testing::RankOptions(2);
+  in_stages.two_stage_bytes = 0;
+  by_nccl.peer_bytes = 0;
+  for (const RankGroupOptions& options : {by_memory, in_stages, by_nccl}) {
     CHECK(testing::Joined(testing::RunRankProcesses(options, BodyOn("cuda", test),
                                                     /*on_gpus=*/true)) == "");
   }
