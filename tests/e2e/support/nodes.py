@@ -84,7 +84,8 @@ class Node:
         if admin and program in ("sluice-server", "sluice-prefill"):
             command += ["--admin-listen", "127.0.0.1:0"]
         # By itself a node takes most of a GPU and pins a large part of DRAM: tests share both.
-        sizes = {"--hbm-bytes": "1GiB", "--dram-bytes" if program == "sluice-server" else "--hold-bytes": "4GiB"}
+        sizes = {"--hbm-bytes": "1GiB",
+                 **({"--dram-bytes": "1GiB"} if program == "sluice-server" else {"--hold-bytes": "256MiB"})}
         command += [word for size in sizes.items() if DEVICE == "cuda" and size[0] not in flags for word in size]
         started = time.monotonic()
         with self.log.open("w") as log:
