@@ -290,11 +290,12 @@ absl::StatusOr<LinkWrite::Turn> LinkWrite::Next(const LinkLanding& landing) {
   if (asks()) {
     turn.message = std::move(waiting_.front());
     waiting_.pop_front();
-  } else if (landing.moving()) {
-    return turn;
   } else if (lands()) {
+    // It goes before the next arrival, since it makes room to ask for another message.
     turn.crc32c = checksums_.front();
     checksums_.pop_front();
+  } else if (landing.moving()) {
+    return turn;
   } else if (landing.arrived()) {
     return InvalidField("crc32c", "is missing for a message whose bytes have come");
   } else if (!closed_) {

@@ -3,6 +3,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <memory>
@@ -15,6 +16,7 @@
 #include "src/base/clock.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_peer_link.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
@@ -57,9 +59,56 @@ class OtherLinks : public PeerLinks {
   }
 };
 
+// Links of the CPU whose receiving ends are slow, and note how many messages are under way each
+// time that they wait for one.
+class SlowLinks : public PeerLinks {
+ public:
+  explicit SlowLinks(std::vector<int>* moving) : moving_(moving) {}
+  const char* transport() const override { return links_->transport(); }
+  absl::StatusOr<std::string> NewId() override { return links_->NewId(); }
+  absl::Status CheckId(const std::string& id) const override { return links_->CheckId(id); }
+  absl::StatusOr<std::unique_ptr<PeerLink>> Join(const PeerLinkOptions& options) override {
+    SLUICE_ASSIGN_OR_RETURN(auto link, links_->Join(options));
+    return std::make_unique<Link>(options, std::move(link), moving_);
+  }
+
+ private:
+  class Link : public PeerLink {
+   public:
+    Link(const PeerLinkOptions& options, std::unique_ptr<PeerLink> link, std::vector<int>* moving)
+        : PeerLink(options.message_bytes, options.depth), link_(std::move(link)), moving_(moving) {}
+    absl::StatusOr<uint32_t> Sent() override { return link_->Sent(); }
+    absl::Status Flush() override { return link_->Flush(); }
+    absl::StatusOr<uint32_t> Await() override {
+      moving_->push_back(asked_--);
+      absl::SleepFor(absl::Milliseconds(10));
+      return link_->Await();
+    }
+    void Abort(const std::string& why) override { link_->Abort(why); }
+
+   protected:
+    absl::Status SendMessage(absl::Span<const Piece> pieces, size_t, bool checksum) override {
+      return link_->Send(pieces, checksum);
+    }
+    absl::Status ReceiveMessage(absl::Span<const Piece> pieces, size_t) override {
+      ++asked_;
+      return link_->Receive(pieces);
+    }
+
+   private:
+    const std::unique_ptr<PeerLink> link_;
+    std::vector<int>* const moving_;
+    int asked_ = 0;
+  };
+
+  const std::shared_ptr<PeerLinks> links_ = NewCpuPeerLinks();
+  std::vector<int>* const moving_;
+};
+
 struct Town {
   explicit Town(bool linked = true, std::shared_ptr<PeerLinks> senders = NewCpuPeerLinks(),
-                size_t message = kChunkBytes)
+                size_t message = kChunkBytes,
+                std::shared_ptr<PeerLinks> receivers = NewCpuPeerLinks())
       : message_bytes(message) {
     hbm = OrFail(PagePool::Create("hbm", Layout(), Arena(1 << 20)));
     dram = OrFail(PagePool::Create("dram", Layout(), Arena(1 << 20)));
@@ -73,7 +122,7 @@ struct Town {
     table = std::make_unique<TransferTable>(options, dram.get(), hbm.get(), RealClock());
     if (linked) {
       LinkServer::Options ends;
-      ends.links = NewCpuPeerLinks();
+      ends.links = std::move(receivers);
       ends.deadline = kDeadline;
       link_server.emplace(std::move(ends));
     }
@@ -277,6 +326,18 @@ TEST_CASE("chunks share a message as far as they fit, and land each by itself", 
   CHECK(push->bytes_landed() == 0);
   CHECK(OrFail(town.table->Get(id, 8)).blocks_landed == 4);
   town.PushWell();
+}
+
+TEST_CASE("the next messages move while one lands", "[links]") {
+  std::vector<int> moving;
+  {
+    Town town(/*linked=*/true, NewCpuPeerLinks(), kChunkBytes,
+              std::make_shared<SlowLinks>(&moving));
+    town.PushWell();
+  }
+  REQUIRE(moving.size() == kLayers);
+  // The first four are there before anything has to land for another one.
+  CHECK(*std::max_element(moving.begin() + 4, moving.end()) > 1);
 }
 
 TEST_CASE("blocks that have landed are counted once", "[links]") {
