@@ -17,7 +17,7 @@ from sluice_gpu.place import Place
 # Tests whose subject the device touches, and that need no other program of tools/.
 FILES = ("test_batch.py", "test_ingest.py", "test_ingest_faults.py", "test_latent.py", "test_latent_dense.py",
          "test_latent_faults.py", "test_latent_life.py", "test_latent_profile.py", "test_pull_links.py",
-         "test_push_links.py", "test_rank_caches.py", "test_rank_ports.py", "test_ranks.py",
+         "test_push_links.py", "test_rank_caches.py", "test_rank_losses.py", "test_rank_ports.py", "test_ranks.py",
          "test_shutdown.py", "test_streams.py")
 _NEEDS = ("pytest", "grpc", "google.protobuf", "numpy")
 # Files that run at once. Each starts up to four nodes, which take turns on the GPU.

@@ -8,13 +8,20 @@ import subprocess
 import time
 import urllib.request
 
-from support.nodes import BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, SCALE, TIMEOUT_S, Node, free_port
+from sluice.v1 import decode_pb2
+from support.nodes import (BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, SCALE, TIMEOUT_S, Golden, Node, free_port, greedy,
+                           matching_steps, tokens_of)
+from support.transfers import committed
 
 # One precision for all: the sums of ranks differ from those of one device in their last bits alone.
 PRECISION = [] if DEVICE == "cuda" else ["--kernels", FLOAT32_KERNELS, "--kv-dtype", "float32"]
 EXACT = [*PRECISION, "--hbm-bytes", "128MiB", "--dram-bytes", "64MiB", "--max-sequences", "8", "--seed", "5"]
 END_S = 5 * SCALE  # in which streams end when a rank is lost
 FLUSH_S = 10 * SCALE  # in which processes end: callers get 6 s to take their errors
+EXPERTS = "tiny-deepseek-v32"  # its ranks divide the experts
+MODELS = ["tiny-llama", EXPERTS]
+CASES = range(3)  # of the golden files
+LONG = 1500  # tokens of a stream that is to run for a while
 
 
 @functools.cache
@@ -107,3 +114,29 @@ def starting_ranks(tiny_models, folder, transport):
     yield begin
     for each in made:
         each.end()
+
+
+def generate(node, tokens=24, **request):
+    """Returns the ids that a greedy Generate answers, and its finish."""
+    found, finish = tokens_of(node.decode.Generate(decode_pb2.GenerateRequest(
+        sampling=greedy(max_tokens=tokens, ignore_eos=True), **request), timeout=TIMEOUT_S))
+    return [token.id for token in found], finish
+
+
+def checking(start, tiny_models):
+    """Returns check(golden, case, ids), which asserts that the tokens are right for the case's caches."""
+    made = {}
+
+    def check(g: Golden, case: int, ids: list[int]) -> None:
+        if g.name != EXPERTS:
+            # The fixture's caches are bf16, and its tokens of float32.
+            matching_steps(ids, g.tokens(case)[:len(ids)], g.margins(case), 0.1)
+            return
+        # Selections near the cut flip by rounding, so that these are held to one device.
+        if not made:
+            one = start("sluice-server", tiny_models(EXPERTS), *EXACT, "--prefix-cache=false")
+            made.update((c, generate(one, transfer_id=committed(one, g, c))[0]) for c in CASES)
+        count = min(len(ids), len(made[case])) if DEVICE == "cpu" else 1
+        assert ids[:count] == made[case][:count] and ids
+
+    return check
