@@ -28,9 +28,10 @@
 namespace sluice {
 namespace {
 
-// Headers, or checksums, that wait for the link. Beyond it nothing is read, so that the transport
-// holds the sender.
+// Messages' headers, or checksums, that wait for the link, and the bytes of the headers. Beyond
+// them nothing is read, so that the transport holds the sender.
 constexpr size_t kMaxWaiting = 256;
+constexpr size_t kMaxWaitingBytes = size_t{1} << 20;
 constexpr size_t kMaxLinkIdBytes = 1024;
 
 class LinkWrite : public grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::WriteByLinkResponse> {
@@ -94,11 +95,15 @@ class LinkWrite : public grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::Wri
   // Keeps a message behind the first.
   void Keep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     closed_ = closed_ || request_.end();
-    if (request_.has_message()) waiting_.push_back(std::move(*request_.mutable_message()));
+    if (request_.has_message()) {
+      waiting_bytes_ += request_.message().ByteSizeLong();
+      waiting_.push_back(std::move(*request_.mutable_message()));
+    }
     if (request_.has_crc32c()) checksums_.push_back(request_.crc32c());
   }
   bool full() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return waiting_.size() >= kMaxWaiting || checksums_.size() >= kMaxWaiting;
+    return waiting_.size() >= kMaxWaiting || waiting_bytes_ >= kMaxWaitingBytes ||
+           checksums_.size() >= kMaxWaiting;
   }
   // Reads the next message, if none is being read and there is room for it.
   void ReadOn() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -164,6 +169,7 @@ class LinkWrite : public grpc::ServerBidiReactor<v1::WriteByLinkRequest, v1::Wri
 
   absl::Mutex mutex_;
   std::deque<v1::LinkMessage> waiting_ ABSL_GUARDED_BY(mutex_);
+  size_t waiting_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<uint32_t> checksums_ ABSL_GUARDED_BY(mutex_);
   bool reading_ ABSL_GUARDED_BY(mutex_) = true;
   bool opened_ ABSL_GUARDED_BY(mutex_) = false;
@@ -288,6 +294,7 @@ absl::StatusOr<LinkWrite::Turn> LinkWrite::Next(const LinkLanding& landing) {
   if (!landing.moving()) mutex_.Await(absl::Condition(&any));
   if (broken_) return absl::CancelledError("the stream of a push by link broke off");
   if (asks()) {
+    waiting_bytes_ -= waiting_.front().ByteSizeLong();
     turn.message = std::move(waiting_.front());
     waiting_.pop_front();
   } else if (lands()) {
