@@ -7,6 +7,7 @@
 #include <limits>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -212,29 +213,46 @@ TEST_CASE("pages of DRAM go from one transfer to the next on every rank", "[rank
         CHECK(Node::Collect(*streams.front()).ids == want);
         streams.pop_front();
       };
-      int begun = 0, refused = 0;
+      int begun = 0, refused = 0, made = 0;
       SplitMix64 random(3);
+      struct Reserved {
+        std::string id, tenant;
+      };
+      std::vector<Reserved> open;
+      const auto abort_last = [&] {
+        REQUIRE(node.transfers().Abort(open.back().id, "").ok());
+        open.pop_back();
+      };
       while (begun < (kSanitized ? 20 : 60)) {
+        // DRAM is always full, so that the next transfer takes what another gives back.
         Manifest manifest = node.MakeManifest(g.prompt, prompt, 20);
-        manifest.tenant = absl::StrCat("t", begun);  // so that no prefix is shared
+        manifest.tenant = absl::StrCat("t", made);  // so that no prefix is shared
         const auto reserved = node.transfers().Reserve(manifest);
-        if (!reserved.ok()) {
-          REQUIRE(absl::IsResourceExhausted(reserved.status()));
-          ++refused;
+        if (reserved.ok()) {
+          ++made;
+          open.push_back({reserved->transfer_id, manifest.tenant});
+          continue;
+        }
+        REQUIRE(absl::IsResourceExhausted(reserved.status()));
+        ++refused;
+        if (open.empty()) {
           take_oldest();
           continue;
         }
-        LandAll(node, reserved->transfer_id, g, prompt);
+        std::swap(open[random.Below(open.size())], open.back());
+        LandAll(node, open.back().id, g, prompt);
         if (random.Below(4) == 0) {
-          REQUIRE(node.transfers().Abort(reserved->transfer_id, "").ok());
+          abort_last();
           continue;
         }
-        REQUIRE(node.transfers().Commit(reserved->transfer_id, {}, nullptr).ok());
-        Request request = Handed(reserved->transfer_id, 20);
-        request.handoff.tenant = manifest.tenant;
+        REQUIRE(node.transfers().Commit(open.back().id, {}, nullptr).ok());
+        Request request = Handed(open.back().id, 20);
+        request.handoff.tenant = open.back().tenant;
+        open.pop_back();
         streams.push_back(node.Start(std::move(request)));
         ++begun;
       }
+      while (!open.empty()) abort_last();
       while (!streams.empty()) take_oldest();
       CHECK(refused > 0);
     });
