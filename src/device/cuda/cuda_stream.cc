@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 
 // The interval at which an event is asked for after the spin; a step is far longer.
 constexpr std::chrono::microseconds kPoll{20};
-constexpr size_t kLists = 2;
+constexpr size_t kLists = 2;  // of a stream that reserves none
 // Pieces of this size and above go by the copy engine, which then fills the link by itself (128 KiB
 // each: 53 GB/s either way, also beside a step, whose reads keep 93 %), where a kernel takes
 // multiprocessors and bandwidth from the step. For smaller pieces a batch is bound by the cost of a
