@@ -159,7 +159,7 @@ class NcclPeerLink : public PeerLink {
     std::unique_ptr<Event> moved;    // the slot is filled, or the message has arrived
     std::unique_ptr<Event> done;     // the message is sent, or has landed
     std::vector<Stream::CopyOp> ops;
-    bool lands = true;  // the copy to the pieces, and the checksum, are enqueued
+    bool lands = true;  // the copy to the pieces is enqueued
   };
 
   static std::unique_ptr<CudaStream> NewStream(Device* device, Device::StreamKind kind) {
@@ -184,20 +184,13 @@ class NcclPeerLink : public PeerLink {
   absl::StatusOr<uint32_t> ChecksumOfOldest() {
     SLUICE_CHECK(ended_ != begun_, "no message is under way");
     Slot& slot = SlotOf(ended_);
-    if (slot.lands) {
-      SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
-      lists_ -= options_.sends ? 0 : ListsOf(slot);
-    } else {
+    if (!slot.lands) {
       SLUICE_RETURN_IF_ERROR(AwaitEvents(*slot.moved, *slot.checked));
-      {
-        absl::MutexLock lock(&mutex_);
-        SLUICE_RETURN_IF_ERROR(failure_);
-        Land(slot);  // all that is on the stream of copies belongs to messages that have arrived
-      }
-      slot.lands = true;
-      --awaiting_lists_;
-      SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
+      absl::MutexLock lock(&mutex_);
+      SLUICE_RETURN_IF_ERROR(failure_);
+      Land(slot);  // all that is on the stream of copies belongs to messages that have arrived
     }
+    SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
     ++ended_;
     return *slot.host_crc;
   }
@@ -259,14 +252,8 @@ class NcclPeerLink : public PeerLink {
     Check(slot, target, bytes);
     // CopyBatch waits for a list of an earlier message that has not arrived, as long as that takes.
     // So without a free list, or behind a message that lacks one, the copy waits for Await.
-    const size_t lists = ListsOf(slot);
-    slot.lands = awaiting_lists_ == 0 && lists <= kLists - lists_;
-    if (slot.lands) {
-      Land(slot);
-      lists_ += lists;
-    } else {
-      ++awaiting_lists_;
-    }
+    slot.lands = false;
+    if (HasLists(slot)) Land(slot);
     Begun();
     return absl::OkStatus();
   }
@@ -274,11 +261,22 @@ class NcclPeerLink : public PeerLink {
   static size_t ListsOf(const Slot& slot) {
     return (slot.ops.size() + CudaStream::kListPieces - 1) / CudaStream::kListPieces;
   }
+  // Returns whether the copies of the messages under way are enqueued, and leave lists for
+  // `slot`'s.
+  bool HasLists(const Slot& slot) {
+    size_t lists = ListsOf(slot);
+    for (uint64_t message = ended_; message != begun_; ++message) {
+      if (!SlotOf(message).lands) return false;
+      lists += ListsOf(SlotOf(message));
+    }
+    return lists <= kLists;
+  }
   // Enqueues the copy of a message that has been asked for to its pieces.
   void Land(Slot& slot) {
     copies_->WaitFor(*slot.moved);
     if (!slot.ops.empty()) copies_->CopyBatch(slot.ops.data(), slot.ops.size());
     copies_->Record(*slot.done);
+    slot.lands = true;
   }
 
   // Counts a message. The time that it may wait begins now if nothing else is under way.
@@ -367,9 +365,7 @@ class NcclPeerLink : public PeerLink {
   std::vector<Slot> slots_;
   std::unique_ptr<CudaStream> stream_, copies_, checks_;  // after the memory that they use
   uint64_t begun_ = 0, ended_ = 0;                        // messages so far
-  size_t lists_ = 0;             // of messages under way whose copies are enqueued
-  uint64_t awaiting_lists_ = 0;  // messages under way whose copies are not
-  absl::Time progress_;          // when a message was done last
+  absl::Time progress_;                                   // when a message was done last
   std::atomic<bool> stop_ = false;
   // Guards the communicator: NCCL takes one call at a time.
   absl::Mutex mutex_;
