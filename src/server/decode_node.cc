@@ -31,6 +31,7 @@
 #include "src/service/generate/decode_service.h"
 #include "src/service/grpc/channels.h"
 #include "src/service/ingest/ingest_service.h"
+#include "src/service/links/link_peers.h"
 #include "src/service/pull/puller.h"
 #include "src/service/wire/proto_conversion.h"
 #include "src/service/wire/status_mapping.h"
@@ -240,7 +241,7 @@ absl::Status DecodeNode::MakeTransfers() {
     LinkReader::Options read;
     read.peers.links = links;
     read.peers.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
-    read.message_bytes = LinkMessageBytes(config_, *links);
+    read.message_bytes = LinkMessageBytes(config_.max_chunk_bytes(), *links);
     pull_links_ = std::make_unique<LinkReader>(std::move(read));
   }
   pull.links = pull_links_.get();
@@ -344,7 +345,7 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   ingest.access = security_.access();
   ingest.links = push_links_.get();
   if (push_links_ != nullptr) {
-    ingest.link_message_bytes = LinkMessageBytes(config_, push_links_->links());
+    ingest.link_message_bytes = LinkMessageBytes(config_.max_chunk_bytes(), push_links_->links());
   }
   ingest.log_prompts = config_.log_prompts();
   if (ranks_.link != nullptr) {

@@ -1,7 +1,5 @@
 #include "src/server/kv_links.h"
 
-#include <algorithm>
-
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "src/base/logging.h"
@@ -23,11 +21,6 @@ absl::StatusOr<std::unique_ptr<PeerLinks>> LinksOf(Device* device) {
 }
 
 }  // namespace
-
-size_t LinkMessageBytes(const Config& config, const PeerLinks& links) {
-  const auto chunk = std::min<size_t>(config.max_chunk_bytes(), size_t{8} << 20);
-  return chunk * (links.transport() == absl::string_view("nccl") ? 4 : 1);
-}
 
 absl::StatusOr<std::unique_ptr<PeerLinks>> NewKvLinks(const Config& config, Device* device) {
   if (config.kv_transport() != "nccl") return nullptr;

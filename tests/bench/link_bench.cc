@@ -299,9 +299,6 @@ class Process {
     return PagePool::Create("dram", Layout(), std::move(home));
   }
 
-  // Returns the largest message of a node's links (LinkMessageBytes in src/server/kv_links.h).
-  size_t NodeMessageBytes() const { return (flags_.device == "cuda" ? 4 : 1) * kChunkBytes; }
-
   absl::Status Pull() {
     Metrics metrics;
     const auto bytes = static_cast<size_t>(Layout().BytesFor(flags_.tokens));
@@ -310,8 +307,8 @@ class Process {
     table.SetWake([] {});
     Channels channels{nullptr, MaxChunkMessageBytes(kChunkBytes)};
     LinkReader::Options read;
-    read.message_bytes = NodeMessageBytes();
     SLUICE_ASSIGN_OR_RETURN(read.peers.links, testing::TestPeerLinks(device_.get()));
+    read.message_bytes = LinkMessageBytes(kChunkBytes, *read.peers.links);
     LinkReader reader(std::move(read));
     for (const bool by_link : {false, true}) {
       Puller::Options pull;
@@ -369,7 +366,7 @@ class Process {
     service.readiness = &readiness;
     service.metrics = &metrics;
     service.links = &links;
-    service.link_message_bytes = NodeMessageBytes();
+    service.link_message_bytes = LinkMessageBytes(kChunkBytes, links.links());
     GrpcServer::Options listen;
     listen.listen = "127.0.0.1:0";
     listen.max_receive_message_bytes = MaxChunkMessageBytes(kChunkBytes);

@@ -73,14 +73,8 @@ absl::StatusOr<std::vector<KvPusher::Chunk>> KvPusher::ChunksOf(int layer, const
       PlanChunksOfHeads(kind, token_begin, token_end, options_.cached_tokens, most, heads));
   std::vector<Chunk> chunks;
   for (const ChunkPlan& plan : plans) {
-    Chunk chunk{{}, plan};
+    Chunk chunk{HeaderOf(layer, kind.name, plan), plan};
     chunk.header.set_transfer_id(options_.transfer_id);
-    chunk.header.set_layer(static_cast<uint32_t>(layer));
-    chunk.header.set_kind(kind.name);
-    chunk.header.set_head_begin(plan.head_begin);
-    chunk.header.set_head_end(plan.head_end);
-    chunk.header.set_token_begin(plan.token_begin);
-    chunk.header.set_token_end(plan.token_end);
     if (filter_ && !Overlaps(chunk.header, missing_)) continue;
     chunks.push_back(std::move(chunk));
   }

@@ -11,7 +11,6 @@
 #include "absl/time/clock.h"
 #include "src/base/status_macros.h"
 #include "src/device/peer_link.h"
-#include "src/service/links/link_landing.h"
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/status_mapping.h"
 

@@ -19,6 +19,7 @@
 #include "src/base/status_macros.h"
 #include "src/service/access/caller.h"
 #include "src/service/links/link_landing.h"
+#include "src/service/links/link_peers.h"
 #include "src/service/links/link_server.h"
 #include "src/service/wire/call_record.h"
 #include "src/service/wire/guarded.h"

@@ -21,9 +21,6 @@ namespace sluice {
 
 class TransferTable;
 
-// The maximum number of chunks of a message.
-inline constexpr int kMaxLinkChunks = 1024;
-
 class LinkLanding {
  public:
   // All of these outlive the landing.
@@ -49,7 +46,7 @@ class LinkLanding {
   // Asks for the message and drops all of its bytes.
   absl::Status Drop(Chunks chunks);
 
-  // What became of a chunk.
+  // Landed tells what became of a chunk.
   struct Landed {
     // The number of its blocks that are new, or the errors of ChunkLanding::Begin and Finish.
     absl::StatusOr<uint64_t> blocks = uint64_t{0};

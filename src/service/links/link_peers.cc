@@ -1,5 +1,6 @@
 #include "src/service/links/link_peers.h"
 
+#include <algorithm>
 #include <string_view>
 #include <utility>
 
@@ -9,6 +10,11 @@
 #include "src/base/status_macros.h"
 
 namespace sluice {
+
+size_t LinkMessageBytes(size_t max_chunk_bytes, const PeerLinks& links) {
+  const size_t chunk = std::min(max_chunk_bytes, size_t{8} << 20);
+  return chunk * (links.transport() == std::string_view("nccl") ? 4 : 1);
+}
 
 LinkPeers::LinkPeers(Options options) : options_(std::move(options)) {}
 

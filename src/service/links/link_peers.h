@@ -17,6 +17,14 @@
 
 namespace sluice {
 
+// The maximum number of chunks of a message.
+inline constexpr int kMaxLinkChunks = 1024;
+// Returns the largest message of a decode node's links, for chunks of up to `max_chunk_bytes`: in
+// shared memory a chunk, of 8 MiB at most. Over NCCL, which takes some 100 us to begin a message,
+// it is four times as large. Four messages are under way, so that a link takes 32 MiB of /dev/shm,
+// or 128 MiB of HBM at either end.
+size_t LinkMessageBytes(size_t max_chunk_bytes, const PeerLinks& links);
+
 // Belongs to the call that has its turn.
 struct LinkPeer {
   std::string address;

@@ -142,13 +142,8 @@ absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
 
 // Returns the header without its transfer_id.
 v1::ChunkHeader HeaderOf(const CacheLayout& layout, const Chunk& chunk) {
-  v1::ChunkHeader header;
-  header.set_layer(static_cast<uint64_t>(chunk.layer->layer));
-  header.set_kind(layout.kinds[chunk.layer->kind].name);
-  header.set_head_begin(chunk.plan.head_begin);
-  header.set_head_end(chunk.plan.head_end);
-  header.set_token_begin(chunk.plan.token_begin);
-  header.set_token_end(chunk.plan.token_end);
+  v1::ChunkHeader header =
+      HeaderOf(chunk.layer->layer, layout.kinds[chunk.layer->kind].name, chunk.plan);
   uint32_t crc =
       chunk.layer->Crc32cOf(layout.kinds[chunk.layer->kind], chunk.plan.token_begin,
                             chunk.plan.token_end, chunk.plan.head_begin, chunk.plan.head_end);

@@ -8,6 +8,17 @@
 
 namespace sluice {
 
+v1::ChunkHeader HeaderOf(int layer, const std::string& kind, const ChunkPlan& chunk) {
+  v1::ChunkHeader header;
+  header.set_layer(static_cast<uint64_t>(layer));
+  header.set_kind(kind);
+  header.set_head_begin(chunk.head_begin);
+  header.set_head_end(chunk.head_end);
+  header.set_token_begin(chunk.token_begin);
+  header.set_token_end(chunk.token_end);
+  return header;
+}
+
 absl::StatusOr<std::vector<ChunkPlan>> PlanChunks(const CacheKind& kind, int token_begin,
                                                   int token_end, uint64_t max_chunk_bytes) {
   SLUICE_CHECK(token_begin >= 0 && token_begin < token_end && token_begin % kind.block_tokens == 0,

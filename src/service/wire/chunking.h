@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "sluice/v1/ingest.pb.h"
 #include "src/kv/cache_layout.h"
 #include "src/kv/transfer_table.h"
 
@@ -21,6 +22,9 @@ struct ChunkPlan {
   uint64_t offset = 0;
   uint64_t bytes = 0;
 };
+
+// Returns the chunk's header, without transfer and checksum.
+v1::ChunkHeader HeaderOf(int layer, const std::string& kind, const ChunkPlan& chunk);
 
 // Heads [begin, end) of a cache kind.
 struct HeadRange {
