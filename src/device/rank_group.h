@@ -19,7 +19,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -56,10 +56,13 @@ struct RankGroupOptions {
   // buffers. What is larger goes by NCCL. 0: everything does. The same on every rank.
   size_t peer_bytes = size_t{4} << 20;
   // There, an all-reduce of at least so many bytes goes in two stages: a rank sends 2 / size of
-  // what it sends in one, and waits twice. The same on every rank. It is off because nobody has
-  // measured from where it is of use.
-  size_t two_stage_bytes = std::numeric_limits<size_t>::max();
+  // what it sends in one, and waits twice. The same on every rank. If it is not set, it is
+  // kTwoStageBytes, and two ranks, which would send as much as in one stage, have one.
+  std::optional<size_t> two_stage_bytes;
 };
+
+// Four H200s sum more bytes than these faster in two stages, and fewer in one (sluice-ranks-bench).
+inline constexpr size_t kTwoStageBytes = size_t{256} << 10;
 
 // INVALID_ARGUMENT names the option that is out of range.
 absl::Status CheckRankGroupOptions(const RankGroupOptions& options);

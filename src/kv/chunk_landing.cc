@@ -209,9 +209,10 @@ void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
 std::vector<ChunkLanding::Target> ChunkLanding::Targets() const {
   std::vector<Target> targets;
   targets.reserve(pieces_.size());
+  SLUICE_CHECK(far_ == nullptr, "memory of ranks on other hosts is written by Append alone");
   for (const Piece& piece : pieces_) {
-    SLUICE_CHECK(piece.place == nullptr, "other ranks' memory is written by Append alone");
-    targets.push_back({piece.use == Use::kWrite ? piece.target : nullptr, piece.bytes});
+    const std::ptrdiff_t distance = piece.place == nullptr ? 0 : piece.place->distances.front();
+    targets.push_back({piece.use == Use::kWrite ? piece.target + distance : nullptr, piece.bytes});
   }
   return targets;
 }
@@ -246,6 +247,18 @@ void ChunkLanding::Received(uint32_t crc32c, bool differs) {
   crc_ = crc32c;
   differs_ = differs_ || differs;
   left_ = 0;
+  if (far_ == nullptr) CopyToOtherRanks();
+}
+
+void ChunkLanding::CopyToOtherRanks() {
+  for (const Piece& piece : pieces_) {
+    if (piece.use != Use::kWrite || piece.place == nullptr) continue;
+    const std::vector<std::ptrdiff_t>& distances = piece.place->distances;
+    for (size_t i = 1; i < distances.size(); ++i) {
+      StreamCopy(piece.target + distances[i], piece.target + distances[0], piece.bytes);
+    }
+  }
+  FenceStreamedStores();
 }
 
 absl::StatusOr<uint64_t> ChunkLanding::Finish() {

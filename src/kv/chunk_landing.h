@@ -60,8 +60,9 @@ class ChunkLanding {
   void Append(absl::Span<const uint8_t> bytes);
   // The payload may also come by other means than Append. Targets() says where its bytes go, in
   // order. Whoever writes them there, also a device, has ended when it calls Received() with the
-  // checksum of all of them, and before this landing goes. REQUIRES: the model is not divided among
-  // ranks.
+  // checksum of all of them, and before this landing goes. What several ranks have goes to the
+  // first of them; Received() copies it to the others. REQUIRES: this process sees the memory of
+  // every rank.
   struct Target {
     uint8_t* data;  // null: nowhere, because the block is there
     uint64_t bytes;
@@ -108,6 +109,8 @@ class ChunkLanding {
       : store_(store), header_(header), left_(payload_bytes) {}
   // Fills pieces_ from header_ and claimed_.
   void FindPieces();
+  // Copies what has come to Targets() to the other ranks that have it.
+  void CopyToOtherRanks();
   absl::Status OtherHeads(int rank) const;
 
   TransferStore* const store_;

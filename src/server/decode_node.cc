@@ -234,6 +234,7 @@ absl::Status DecodeNode::MakeTransfers() {
   SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<PeerLinks> links,
                           NewKvLinks(config_, device_.get()));
   if (links != nullptr) {
+    if (ranks_.arenas != nullptr) SLUICE_RETURN_IF_ERROR(PinOtherArenas());
     LinkServer::Options pushes;
     pushes.links = links;
     pushes.deadline = absl::Seconds(config_.kv_transport_deadline_seconds());
@@ -246,6 +247,16 @@ absl::Status DecodeNode::MakeTransfers() {
   }
   pull.links = pull_links_.get();
   puller_ = std::make_unique<Puller>(std::move(pull));
+  return absl::OkStatus();
+}
+
+absl::Status DecodeNode::PinOtherArenas() {
+  for (int rank = 1; rank < RanksOf(config_); ++rank) {
+    SLUICE_ASSIGN_OR_RETURN(Buffer pinned,
+                            device_->Pin(ranks_.arenas->Of(rank), ranks_.arenas->bytes(),
+                                         absl::StrCat("dram_bytes of rank ", rank, " for links")));
+    other_arenas_.push_back(std::move(pinned));
+  }
   return absl::OkStatus();
 }
 

@@ -73,6 +73,8 @@ class DecodeNode : public Node {
   const AttentionPolicy& ServedPolicy() const { return leader_ != nullptr ? *leader_ : *policy_; }
   // Makes transfers_, channels_, links and puller_.
   absl::Status MakeTransfers();
+  // Has this rank's device reach the DRAM of the others, where links write too.
+  absl::Status PinOtherArenas();
   absl::Status StartEngine();
 
   // In the order in which they are made; each may use those before it.
@@ -91,6 +93,7 @@ class DecodeNode : public Node {
   std::unique_ptr<TransferTable> transfers_;
   std::unique_ptr<EventPublisher> events_;  // null: nothing is published
   std::unique_ptr<Channels> channels_;
+  std::vector<Buffer> other_arenas_;        // pinned for links; empty: there are none, or one rank
   std::unique_ptr<LinkServer> push_links_;  // null: kv_transport is grpc
   std::unique_ptr<LinkReader> pull_links_;  // null where push_links_ is
   std::unique_ptr<Puller> puller_;

@@ -161,9 +161,11 @@ absl::Status CheckRanks(Config* config) {
     return Refused(*config, absl::StrCat("run the policies ", absl::StrJoin(served, ", "),
                                          ", and policy is ", policy));
   }
-  // Rank 0's device does not hold the caches of the others.
-  if (config->kv_transport() != "grpc") {
-    return Refused(*config, "have no links to prefill nodes: set kv_transport to grpc");
+  // A link writes to memory of every rank, which rank 0 sees on its own host alone.
+  if (config->kv_transport() != "grpc" && MeetByGrpc(*config)) {
+    return Refused(*config,
+                   "have no links to prefill nodes where they meet by gRPC: set kv_transport to "
+                   "grpc, or rank_transport to shm where the ranks share a host");
   }
   if (config->speculation() == "auto") config->set_speculation("none");
   if (DraftTokensOf(*config) > 0)

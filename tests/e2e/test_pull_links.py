@@ -10,7 +10,7 @@ import grpc
 import pytest
 from sluice.v1 import decode_pb2, prefill_pb2, source_pb2, source_pb2_grpc
 from sluice_client import rpc
-from support.link_lab import DEADLINE_S, KV_BYTES, LINK, LINKS, MADE, PROMPT, LinkCounts, starting_apart
+from support.link_lab import DEADLINE_S, KV_BYTES, LINK, LINKS, MADE, PROMPT, LinkCounts, starting_apart, wait_until_made
 from support.metrics_text import wait_for
 from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, error_of, greedy, run, tokens_of
 
@@ -151,7 +151,7 @@ def test_a_source_that_is_stopped_is_given_up_in_time(start, model, decode, expe
         caught = []
         call = threading.Thread(target=lambda: caught.append(error_of(lambda: generate(decode, source))))
         call.start()
-        time.sleep(0.25 * SCALE)
+        wait_until_made(slow)
         slow.process.send_signal(signal.SIGSTOP)
         call.join()
         assert rpc.reason_of(caught[0]) in ("SOURCE_SILENT", "SOURCE_UNREACHABLE"), caught[0]
@@ -171,7 +171,7 @@ def test_a_caller_that_hangs_up_leaves_the_link_in_order(start, model, decode, e
     counts = Counts(decode)
     call = decode.decode.Generate(decode_pb2.GenerateRequest(
         source=hold(prefill), prompt_token_ids=PROMPT, sampling=greedy(max_tokens=4)), timeout=TIMEOUT_S)
-    time.sleep(0.25 * SCALE)
+    wait_until_made(prefill)
     call.cancel()
     made = decode.log.read_text().count(MADE)
     assert generate(decode, hold(prefill), tokens=24) == expected

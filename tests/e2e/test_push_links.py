@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2, prefill_pb2
-from support.link_lab import DEADLINE_S, KV_BYTES, LINK, LINKS, MADE, PROMPT, LinkCounts, starting_apart
+from support.link_lab import DEADLINE_S, KV_BYTES, LINK, LINKS, MADE, PROMPT, LinkCounts, starting_apart, wait_until_made
 from support.metrics_text import Scrape
 from support.nodes import DEVICE, SCALE, TIMEOUT_S, error_of, greedy, tokens_of
 
@@ -145,7 +145,7 @@ def test_a_decode_node_that_stands_still_is_given_up_in_time_and_gets_the_rest_o
     found = []
     call = threading.Thread(target=lambda: found.append(push(prefill, slow)))
     call.start()
-    time.sleep(0.3 * SCALE)
+    wait_until_made(prefill)
     slow.process.send_signal(signal.SIGSTOP)
     try:
         time.sleep(2 * DEADLINE_S + 1)
@@ -181,7 +181,7 @@ def test_a_caller_that_hangs_up_leaves_the_link_in_order(start, model, decode, e
     counts = Counts(prefill)
     call = prefill.prefill.Run.future(prefill_pb2.RunRequest(
         prompt_token_ids=PROMPT, sampling=greedy(max_tokens=4), decode_address=decode.address), timeout=TIMEOUT_S)
-    time.sleep(0.3 * SCALE)
+    wait_until_made(prefill)
     call.cancel()
     assert answer(prefill, decode) == expected
     assert counts["broken"] == 0

@@ -17,7 +17,7 @@ from support.failpoint_lab import Stream
 from support.metrics_text import Scrape
 from support.nodes import DEVICE, SCALE, TIMEOUT_S, error_of, greedy, tokens_of
 from support.rank_lab import (CASES, EXACT, EXPERTS, FLUSH_S, LONG, MODELS, PRECISION, TRANSPORTS, AdminPort, Ranks, checking,
-                              generate, starting_ranks)
+                              generate, skip_without_gpus, starting_ranks)
 from support.transfers import Part, Transfer, committed
 
 Code = grpc.StatusCode
@@ -89,8 +89,7 @@ def unharmed(request):
 @pytest.mark.parametrize("name,size", [("tiny-llama", 2), ("tiny-qwen2", 2), ("tiny-qwen3", 2), ("tiny-llama", 4),
                                        (EXPERTS, 2), (EXPERTS, 4)])
 def test_golden_caches_decode_to_golden_tokens(name, size, ranks, golden, check):
-    if DEVICE == "cuda" and size > 2:
-        pytest.skip("two ranks share the GPU")
+    skip_without_gpus(size)
     leader, g = ranks(name, size).leader, golden(name)
     for case in CASES:
         ids, finish = generate(leader, transfer_id=committed(leader, g, case))
@@ -102,8 +101,7 @@ def test_golden_caches_decode_to_golden_tokens(name, size, ranks, golden, check)
     ("tiny-llama", "full", 2), ("tiny-llama", "scout", 2), ("tiny-llama", "recall", 2), ("tiny-llama", "hgca", 2),
     (EXPERTS, "full", 2), ("tiny-deepseek-v32-fp8", "full", 4), (EXPERTS, "ess", 2), ("tiny-deepseek-v32-fp8", "ess", 4)])
 def test_push_and_pull_decode_as_on_one_device(name, policy, size, ranks, start, tiny_models, prefill):
-    if DEVICE == "cuda" and size > 2:
-        pytest.skip("two ranks share the GPU")
+    skip_without_gpus(size)
     flags = ["--policy", policy, "--prefix-cache=false"]
     if policy == "ess":  # fewer places than the prompt has tokens: hints and misses matter
         flags += ["--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "96"]

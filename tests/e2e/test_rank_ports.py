@@ -17,7 +17,7 @@ from sluice_client.pusher import Pusher
 from support.metrics_text import Scrape
 from support.nodes import BIN, DEVICE, TIMEOUT_S, error_of, greedy, matching_steps, run, tokens_of
 from support.pki import Pki, token_entry, write_access
-from support.rank_lab import EXACT, FLUSH_S, PRECISION, starting_ranks
+from support.rank_lab import EXACT, FLUSH_S, PRECISION, skip_without_gpus, starting_ranks
 from support.transfers import Part, Transfer
 
 Code = grpc.StatusCode
@@ -261,8 +261,7 @@ def test_a_ranks_port_names_rank_0_for_every_other_call(ranks):
 
 def test_heads_that_several_ranks_have_go_to_rank_0(ranks, golden):
     g = golden("tiny-llama")
-    if DEVICE == "cuda":
-        pytest.skip("two ranks share the GPU")
+    skip_without_gpus(4)
     made = ranks("tiny-llama", 4, *PORTS)
     transfer = Transfer(made.leader, g, 2, reserve=False)
     assert not transfer.reserve().rank_ports

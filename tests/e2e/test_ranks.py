@@ -14,7 +14,7 @@ from sluice_client import rpc
 from support.nodes import (BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, TIMEOUT_S, Node, error_of, free_port, greedy, run,
                            tokens_of)
 from support.pki import Pki, write_access
-from support.rank_lab import END_S, FLUSH_S, TRANSPORTS, Ranks, starting_ranks
+from support.rank_lab import END_S, FLUSH_S, TRANSPORTS, Ranks, skip_without_gpus, starting_ranks
 from support.rank_lab import EXACT as SHARED
 
 Code = grpc.StatusCode
@@ -64,8 +64,7 @@ def answers(node):
 ])
 def test_ranks_answer_as_one_node(name, size, flags, ranks, start, tiny_models):
     flags = ("--prefix-cache=false", *flags)  # a sparse policy computes other rows behind a prefix
-    if DEVICE == "cuda" and size > 2:
-        pytest.skip("two ranks share the GPU")
+    skip_without_gpus(size)
     copies = flags.index("--expert-redundancy") if "--expert-redundancy" in flags else len(flags)
     one = answers(start("sluice-server", tiny_models(name), *EXACT, *flags[:copies], *flags[copies + 2:]))
     node = ranks(name, size, *COMPUTES, *flags)
@@ -147,8 +146,7 @@ def long_stream(node):
     ("tiny-deepseek-v32", 2, 1), *(("tiny-deepseek-v32", 4, victim) for victim in (1, 2, 3)),
 ])
 def test_a_killed_rank_ends_streams_and_the_other_ranks(name, size, victim, ranks):
-    if DEVICE == "cuda" and size > 2:
-        pytest.skip("two ranks share the GPU")
+    skip_without_gpus(size)
     node = ranks(name, size, *COMPUTES)
     streams = [long_stream(node.leader) for _ in range(3)]
     errors = []

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from sluice_gpu import machine
 from sluice_gpu.jobs import Job, Result, run_command, run_jobs, show
 from sluice_gpu.place import Place
 
 # Tests whose subject the device touches, and that need no other program of tools/.
 FILES = ("test_batch.py", "test_ingest.py", "test_ingest_faults.py", "test_latent.py", "test_latent_dense.py",
          "test_latent_faults.py", "test_latent_life.py", "test_latent_profile.py", "test_pull_links.py",
-         "test_push_links.py", "test_rank_caches.py", "test_rank_losses.py", "test_rank_ports.py", "test_ranks.py",
-         "test_shutdown.py", "test_streams.py")
+         "test_push_links.py", "test_rank_caches.py", "test_rank_links.py", "test_rank_losses.py", "test_rank_ports.py",
+         "test_ranks.py", "test_shutdown.py", "test_streams.py")
 _NEEDS = ("pytest", "grpc", "google.protobuf", "numpy")
-# Files that run at once. Each starts up to four nodes, which take turns on the GPU.
+# Files that run at once on each GPU. Each starts up to four nodes, which take turns there.
 _SIDE_BY_SIDE = 3
 _SHOWING = threading.Lock()  # the lines of a file's results stay together
 _LINE = re.compile(r"\S+\.py::(?P<name>.+?)(?: (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$")
@@ -91,8 +92,16 @@ def run_e2e(place: Place, device: str, only: str | None, seconds: float,
     if status != 0:
         reason = f"Python lacks something: {said.strip().splitlines()[-1]}"
         return run_jobs([Job("e2e", skip=reason)])
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-        found = list(pool.map(lambda file: _run_and_show(place.root / "tests/e2e" / file, env, only, seconds), files))
+    gpus = machine.gpus() if device == "cuda" else 0
+
+    def run_one(numbered: tuple[int, str]) -> list[Result]:
+        number, file = numbered
+        # The nodes of a file share a GPU; ranks choose theirs themselves.
+        where = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus > 1 else {}
+        return _run_and_show(place.root / "tests/e2e" / file, env | where, only, seconds)
+
+    with ThreadPoolExecutor(_SIDE_BY_SIDE * max(gpus, 1)) as pool:
+        found = list(pool.map(run_one, enumerate(files)))
     return [result for results in found for result in results]
 
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <string>
 #include <thread>
@@ -48,6 +49,8 @@ class NcclRankGroup : public RankGroup {
                 DeviceHealth* health)
       : RankGroup(options.rank, options.size),
         options_(options),
+        two_stage_bytes_(options.two_stage_bytes.value_or(
+            options.size > 2 ? kTwoStageBytes : std::numeric_limits<size_t>::max())),
         host_(std::move(host)),
         members_(host_ != nullptr ? *host_ : *options.members),
         nccl_(*nccl),
@@ -264,7 +267,7 @@ class NcclRankGroup : public RankGroup {
       p.count = op.count;
       p.type = op.type;
       const int64_t bytes = op.count * SizeOf(op.type);
-      const bool staged = static_cast<size_t>(bytes) >= options_.two_stage_bytes &&
+      const bool staged = static_cast<size_t>(bytes) >= two_stage_bytes_ &&
                           bytes >= kernels::LeastStagedPacks(size()) * kernels::kPackDataBytes;
       p.stages = staged ? 2 : 1;
       return kernels::cuda::LaunchPeerAllReduce(p, stream);
@@ -338,6 +341,7 @@ class NcclRankGroup : public RankGroup {
   }
 
   const RankGroupOptions options_;
+  const size_t two_stage_bytes_;           // of the smallest all-reduce that goes in two stages
   const std::unique_ptr<HostRanks> host_;  // null: the ranks have met elsewhere
   RankMembers& members_;
   const Nccl& nccl_;

@@ -1,9 +1,10 @@
 """Nodes with links between their devices (kv_transport nccl; shared memory on CPUs), for tests of pulls and pushes."""
 
 import itertools
+import time
 
 from support.metrics_text import Scrape
-from support.nodes import DEVICE, SCALE
+from support.nodes import DEVICE, SCALE, TIMEOUT_S
 
 # Nodes that share a GPU take turns on it, a few milliseconds each.
 DEADLINE_S = (4.0 if DEVICE == "cuda" else 1.0) * SCALE
@@ -22,6 +23,18 @@ def starting_apart(start):
         return start(program, model, *flags, env=host if DEVICE == "cuda" else None, **more)
 
     return begin
+
+
+def wait_until_made(node):
+    """Waits until the node has made its first link and has sent something over it.
+
+    Over NCCL that takes a second or more.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    while node.log.read_text().count(MADE) == 0:
+        assert time.monotonic() < deadline, "no link was made"
+        time.sleep(0.005)
+    time.sleep(0.2 * SCALE)
 
 
 class LinkCounts:

@@ -8,6 +8,7 @@ import subprocess
 import time
 import urllib.request
 
+import pytest
 from sluice.v1 import decode_pb2
 from support.nodes import (BIN, DEVICE, ENVIRONMENT, FLOAT32_KERNELS, SCALE, TIMEOUT_S, Golden, Node, free_port, greedy,
                            matching_steps, tokens_of)
@@ -29,6 +30,12 @@ def count_gpus():
     if DEVICE != "cuda" or shutil.which("nvidia-smi") is None:
         return 0
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.count("GPU ")
+
+
+def skip_without_gpus(size):
+    """Skips a test of `size` ranks where they would share a GPU; two may."""
+    if DEVICE == "cuda" and size > max(2, count_gpus()):
+        pytest.skip("two ranks share the GPU, and no more")
 
 
 class AdminPort:
@@ -75,7 +82,7 @@ class Ranks:
 
     @staticmethod
     def env(rank):
-        """Each of two ranks has a GPU of its own where there are two. Ranks that share one take part in NCCL as if each
+        """Each rank has a GPU of its own where there are several. Two ranks that share one take part in NCCL as if each
         had a host of its own.
         """
         if count_gpus() > 1:

@@ -147,7 +147,12 @@ class FakeFar : public FarHeads {
   const std::vector<std::unique_ptr<PagePool>>& ranks_;
 };
 
-void LandOnRanks(bool far_away) {
+// How a payload comes to the ranks: by Append where this process sees their memory or does not, or
+// to the chunk's targets, as a link writes it.
+enum class Way { kHere, kFar, kTargets };
+
+void LandOnRanks(Way way) {
+  const bool far_away = way == Way::kFar;
   // Three ranks: the first head is on rank 0, the second on ranks 1 and 2.
   std::vector<std::unique_ptr<PagePool>> ranks;
   for (int rank = 0; rank < 3; ++rank) ranks.push_back(MakePool("dram", OneHead(), 64 << 10));
@@ -202,7 +207,17 @@ void LandOnRanks(bool far_away) {
                              Crc32c(payload)};
     auto landing = table.BeginChunk(header, payload.size());
     if (!landing.ok()) return landing.status();
-    (*landing)->Append(payload);
+    if (way != Way::kTargets) {
+      (*landing)->Append(payload);
+      return (*landing)->Finish().status();
+    }
+    const uint8_t* from = payload.data();
+    for (const ChunkLanding::Target& target : (*landing)->Targets()) {
+      if (target.data != nullptr) std::memcpy(target.data, from, target.bytes);
+      from += target.bytes;
+    }
+    CHECK(from == payload.data() + payload.size());
+    (*landing)->Received(header.crc32c);
     return (*landing)->Finish().status();
   };
   REQUIRE(land(0, 2, 0).ok());
@@ -319,8 +334,13 @@ TEST_CASE("a rank learns where the bytes of its own heads go") {
   CHECK(absl::IsFailedPrecondition(other->Finish().status()));
 }
 
-TEST_CASE("chunks land in the pools of the ranks that have their heads") { LandOnRanks(false); }
-TEST_CASE("chunks land in the pools of ranks on other hosts") { LandOnRanks(true); }
+TEST_CASE("chunks land in the pools of the ranks that have their heads") {
+  LandOnRanks(Way::kHere);
+}
+TEST_CASE("a link writes to the pools of the ranks that have the heads") {
+  LandOnRanks(Way::kTargets);
+}
+TEST_CASE("chunks land in the pools of ranks on other hosts") { LandOnRanks(Way::kFar); }
 
 }  // namespace
 }  // namespace sluice

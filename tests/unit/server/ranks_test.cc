@@ -139,7 +139,10 @@ TEST_CASE("ranks of experts run full and ess, and divide nothing else") {
   config.set_kv_events_endpoint("tcp://*:5557");
   CHECK(CheckRanks(&config).ToString() == "OK");
   config.set_kv_transport("nccl");
+  CHECK(CheckRanks(&config).ToString() == "OK");
+  config.set_rank_transport("grpc");
   refused(config, "kv_transport to grpc");
+  config.set_rank_transport("auto");
   config.set_kv_transport("grpc");
   config.set_tensor_parallel(2);
   refused(config, "tensor_parallel to 1");
