@@ -3,12 +3,13 @@
 // pull and a whole push over that link beside those over gRPC:
 //
 //   sluice-link-bench [--device cpu|cuda] [--tokens N] [--message-mib N] [--devices A,B]
-//                     [--rounds N] [--part link|pull|push]
+//                     [--rounds N] [--part link|pull|push] [--ranks N]
 //
 // The caches are those of N tokens of Llama-3-8B in bf16: 128 KiB a token. With --devices the
 // sender has GPU A and the receiver GPU B (CUDA_VISIBLE_DEVICES); where both are one, or none are
 // given, two processes share a GPU, NCCL goes by sockets, and the figures say nothing but that it
-// works.
+// works. With --ranks the reader's DRAM is that of N ranks, which divide the heads, as on a decode
+// node whose rank 0 has the link's end; the ranks' memory is all of one process here.
 #include <grpcpp/grpcpp.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -67,6 +68,7 @@ struct Flags {
   std::vector<std::string> devices;
   int rounds = 3;
   std::string part;  // empty: all
+  int ranks = 1;     // that divide the reader's caches
 };
 
 // The processes tell each other this.
@@ -75,10 +77,11 @@ struct Box {
   char text[2048];
 };
 
-CacheLayout Layout() {
+constexpr int kHeads = 8;
+CacheLayout Layout(int ranks = 1) {
   CacheKind kind;
   kind.name = "kv";
-  kind.heads = 8;
+  kind.heads = kHeads / ranks;
   kind.block_tokens = 32;
   kind.SetEqualParts(2, 512);  // keys and values of 128 elements in bf16
   return {32, {kind}};
@@ -282,8 +285,35 @@ class Process {
     return absl::OkStatus();
   }
 
-  TransferTable::Options TableOptions() const {
+  // The host cache of the reader: a pool for each rank, with room for one prompt.
+  using Home = std::vector<std::unique_ptr<PagePool>>;
+  absl::StatusOr<Home> NewDram() {
+    Home home;
+    const CacheLayout layout = Layout(flags_.ranks);
+    const auto bytes = static_cast<size_t>(layout.BytesFor(flags_.tokens));
+    for (int rank = 0; rank < flags_.ranks; ++rank) {
+      SLUICE_ASSIGN_OR_RETURN(
+          Buffer memory,
+          device_->Allocate(MemoryKind::kPinned, bytes + bytes / 8 + (64 << 20), "pool"));
+      SLUICE_ASSIGN_OR_RETURN(home.emplace_back(),
+                              PagePool::Create("dram", layout, std::move(memory)));
+    }
+    return home;
+  }
+  TransferTable::Options TableOptions(const Home& home) const {
     TransferTable::Options options;
+    if (home.size() > 1) {
+      HeadPlaces places;
+      places.layout = Layout();
+      places.places.emplace_back();
+      const int own = kHeads / flags_.ranks;
+      for (int head = 0; head < kHeads; ++head) {
+        const auto rank = static_cast<size_t>(head / own);
+        places.places[0].push_back({head % own, {home[rank]->base(0) - home[0]->base(0)}});
+      }
+      options.places.push_back(std::move(places));
+      options.await_free_pages = [] { return absl::OkStatus(); };
+    }
     options.model_fingerprint = kFingerprint;
     options.vocab_size = 1000;
     options.max_context = 1 << 20;
@@ -291,19 +321,12 @@ class Process {
     options.prefix_cache = false;
     return options;
   }
-  // Returns a host cache with room for one prompt.
-  absl::StatusOr<std::unique_ptr<PagePool>> NewDram() {
-    const auto bytes = static_cast<size_t>(Layout().BytesFor(flags_.tokens));
-    SLUICE_ASSIGN_OR_RETURN(Buffer home, device_->Allocate(MemoryKind::kPinned,
-                                                           bytes + bytes / 8 + (64 << 20), "pool"));
-    return PagePool::Create("dram", Layout(), std::move(home));
-  }
 
   absl::Status Pull() {
     Metrics metrics;
     const auto bytes = static_cast<size_t>(Layout().BytesFor(flags_.tokens));
-    SLUICE_ASSIGN_OR_RETURN(const auto dram, NewDram());
-    TransferTable table(TableOptions(), dram.get(), dram.get(), RealClock());
+    SLUICE_ASSIGN_OR_RETURN(const Home dram, NewDram());
+    TransferTable table(TableOptions(dram), dram[0].get(), dram[0].get(), RealClock());
     table.SetWake([] {});
     Channels channels{nullptr, MaxChunkMessageBytes(kChunkBytes)};
     LinkReader::Options read;
@@ -352,10 +375,10 @@ class Process {
   absl::Status Take() {
     Metrics metrics;
     Readiness readiness;
-    SLUICE_ASSIGN_OR_RETURN(const auto dram, NewDram());
-    TransferTable::Options options = TableOptions();
+    SLUICE_ASSIGN_OR_RETURN(const Home dram, NewDram());
+    TransferTable::Options options = TableOptions(dram);
     options.max_chunk_bytes = kChunkBytes;
-    TransferTable table(options, dram.get(), dram.get(), RealClock());
+    TransferTable table(options, dram[0].get(), dram[0].get(), RealClock());
     table.SetWake([] {});
     LinkServer::Options ends;
     SLUICE_ASSIGN_OR_RETURN(ends.links, testing::TestPeerLinks(device_.get()));
@@ -493,6 +516,8 @@ bool Parse(int argc, char** argv, Flags* flags) {
       flags->rounds = std::max(flags->rounds, 1);
     } else if (name == "--part") {
       flags->part = value;
+    } else if (name == "--ranks" && absl::SimpleAtoi(value, &flags->ranks)) {
+      if (flags->ranks < 1 || kHeads % flags->ranks != 0) return false;
     } else {
       return false;
     }
@@ -505,15 +530,17 @@ int Main(int argc, char** argv) {
   if (!Parse(argc, argv, &flags)) {
     std::fprintf(stderr,
                  "sluice-link-bench [--device cpu|cuda] [--tokens N] [--message-mib N] "
-                 "[--devices A,B] [--rounds N] [--part link|pull|push]\n");
+                 "[--devices A,B] [--rounds N] [--part link|pull|push] [--ranks 1|2|4|8]\n");
     return 2;
   }
   const bool share =
       flags.device == "cuda" && (flags.devices.empty() || flags.devices[0] == flags.devices[1]);
-  std::printf("%s, %d tokens of Llama-3-8B's caches (%.2f GB), messages of %d MiB, %d rounds%s\n",
+  std::printf("%s, %d tokens of Llama-3-8B's caches (%.2f GB), messages of %d MiB, %d rounds%s%s\n",
               flags.device.c_str(), flags.tokens,
               static_cast<double>(Layout().BytesFor(flags.tokens)) / 1e9, flags.message_mib,
-              flags.rounds, share ? "; two processes share one GPU: a rehearsal" : "");
+              flags.rounds,
+              flags.ranks > 1 ? absl::StrCat(", to ", flags.ranks, " ranks").c_str() : "",
+              share ? "; two processes share one GPU: a rehearsal" : "");
   std::fflush(stdout);
   void* const shared =
       mmap(nullptr, sizeof(Box), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -305,7 +305,7 @@ def test_what_is_compared_is_chosen_with_what_compares_it():
     assert names("ess-proportion", "forecast") == ["operators", "proportion", "forecast"]
     assert names("ess-proportion", "operators|proportion") == ["operators", "proportion"]
     assert names("clo-figure10", "llama-8k-4") == ["llama-8k-heads", "llama-8k-4"]
-    assert names("kv-transport", None) == ["link-8", "link-32", "pull", "push"]
+    assert names("kv-transport", None) == ["link-8", "link-32", "pull", "push", "pull-ranks", "push-ranks"]
 
 
 def run_gpu_test(place, *flags):
@@ -316,20 +316,20 @@ def run_gpu_test(place, *flags):
 def test_gpu_test_runs_some_runs_of_a_part_and_names_all_if_it_knows_none(place, tmp_path):
     script(place.bin, "sluice-link-bench", "print('linked')")
     part = ("--bench", "--part", "kv-transport", "--device", "cpu", "--results", tmp_path / "out")
-    done = run_gpu_test(place, *part, "--only", "^pu")
+    done = run_gpu_test(place, *part, "--only", "^pu..$")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 passed, 0 failed, 0 skipped")
     report = json.loads((tmp_path / "out/policies-kv-transport.json").read_text())
     assert [run["name"] for run in report["runs"]] == ["pull", "push"]
     done = run_gpu_test(place, *part, "--only", "shove")
     assert done.returncode != 0
     assert done.stderr == ("gpu-test: no run of part kv-transport matches --only 'shove'; its runs are link-8, link-32, "
-                           "pull, push\n")
+                           "pull, push, pull-ranks, push-ranks\n")
 
 
 def test_a_part_stops_when_its_seconds_are_over(place, tmp_path):
     script(place.bin, "sluice-link-bench", "import time; time.sleep(600)")
     done = run_gpu_test(place, "--bench", "--part", "kv-transport", "--device", "cpu", "--results", tmp_path / "out",
-                        "--only", "pull", "--seconds", "2")
+                        "--only", "pull$", "--seconds", "2")
     assert done.returncode == 1
     assert 2 <= float(re.search(r"^FAILED  pull: ran out of time after (\S+) s$", done.stdout, re.MULTILINE)[1]) < 60
 

@@ -15,6 +15,7 @@ class TransportRun:
     part: str
     tokens: int = 32768
     message_mib: int = 8
+    ranks: int = 1  # of the node that receives
     rounds: int = 5
     quality = False
 
@@ -29,9 +30,11 @@ class TransportRun:
     def command(self, place: Place, device: str, quick: bool, folder: Path) -> list[str]:
         gpus = ["--devices", "0,1"] if device == "cuda" and machine.gpus() > 1 else []
         return [str(place.bin / "sluice-link-bench"), "--device", device, "--tokens", str(self.tokens),
-                "--message-mib", str(self.message_mib), "--rounds", str(self.rounds), "--part", self.part, *gpus]
+                "--message-mib", str(self.message_mib), "--rounds", str(self.rounds), "--part", self.part,
+                "--ranks", str(self.ranks), *gpus]
 
 
 # Caches of 32K tokens of Llama-3-8B, 4.3 GB. A node's links have messages of 8 MiB.
 TRANSPORT_PARTS = {"kv-transport": [TransportRun("link-8", "link"), TransportRun("link-32", "link", message_mib=32),
-                                    TransportRun("pull", "pull"), TransportRun("push", "push")]}
+                                    TransportRun("pull", "pull"), TransportRun("push", "push"),
+                                    TransportRun("pull-ranks", "pull", ranks=4), TransportRun("push-ranks", "push", ranks=4)]}
