@@ -8,7 +8,7 @@ import threading
 import grpc
 import pytest
 from sluice.v1 import prefill_pb2
-from support.link_lab import LINK, LINKS, MADE, PROMPT, LinkCounts, starting_apart, wait_until_made
+from support.link_lab import DEADLINE_S, LINK, LINKS, MADE, PROMPT, LinkCounts, starting_apart, wait_until_made
 from support.nodes import DEVICE, SCALE, TIMEOUT_S, error_of, greedy
 from support.rank_lab import (EXACT, EXPERTS, FLUSH_S, PRECISION, count_gpus, generate, skip_without_gpus, starting_ranks)
 
@@ -90,6 +90,32 @@ def test_what_a_broken_link_left_comes_over_grpc(name, size, ranks, prefill):
     # The next ones make new links.
     assert pull(source, node) == expected and push(sender, node) == expected
     assert pulls["done"] == pushes["done"] == 1
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", EXPERTS])
+def test_a_link_that_stands_still_holds_up_no_step_of_the_ranks(name, ranks, prefill):
+    # The link is given up later than the ranks would give one another up.
+    node = ranks(name, 2, *small(name), *LINKS).leader
+    plain = prefill(name)
+    expected = push(plain, node)
+    slow = prefill(name, *LINKS, "--failpoints", f"link.send=delay({int(3000 * DEADLINE_S)}ms)*1@3")
+    ids = []
+    done = threading.Event()
+
+    def decode():
+        while not done.is_set():
+            ids.append(push(plain, node))
+
+    stream = threading.Thread(target=decode)
+    stream.start()
+    pulls = Pulls(node)
+    try:
+        assert pull(slow, node) == expected
+    finally:
+        done.set()
+        stream.join()
+    assert pulls["broken"] == 1 and pulls["grpc"] > 0
+    assert len(ids) > 1 and all(found == expected for found in ids)
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", EXPERTS])

@@ -63,6 +63,7 @@ bool CudaEvent::Ready() const {
     Report(health_, error, "the work before an event");
     return true;
   }
+  if (may_stall_) return false;
   const int64_t waited = Now() - recorded_at_.load(std::memory_order_relaxed);
   if (absl::Nanoseconds(waited) < health_->stall_limit()) return false;
   health_->FailStalled();

@@ -28,10 +28,14 @@ class CudaEvent : public TimedEvent {
   bool Ready() const override;
   void Wait() const override;
   absl::Duration Since(const TimedEvent& earlier) const override;
+  // From now on the event may be pending for any time. Somebody else then gives up the work before
+  // it, which waits for another node. Comes before the event is first recorded.
+  void AllowStalls() { may_stall_ = true; }
 
  private:
   friend class CudaStream;
   DeviceHealth* const health_;
+  bool may_stall_ = false;
   cudaEvent_t event_ = nullptr;
   std::atomic<int64_t> recorded_at_{0};  // nanoseconds of a steady clock
 };

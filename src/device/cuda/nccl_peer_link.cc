@@ -94,9 +94,11 @@ class NcclPeerLink : public PeerLink {
       slot.hbm = hbm_.as<uint8_t>() + i * SlotBytes();
       slot.crc = reinterpret_cast<uint32_t*>(hbm_.as<uint8_t>() + ring) + i;
       slot.host_crc = pinned_.as<uint32_t>() + i;
-      slot.moved = device_->NewEvent();
-      slot.done = device_->NewEvent();
-      slot.checked = device_->NewEvent();
+      for (std::unique_ptr<Event>* event : {&slot.moved, &slot.done, &slot.checked}) {
+        *event = device_->NewEvent();
+        // A link may wait for the other node longer than a group of ranks waits for a rank.
+        static_cast<CudaEvent&>(**event).AllowStalls();
+      }
     }
     SLUICE_RETURN_IF_ERROR(copies_->ReserveLists(kLists));
     return RunOnce();
