@@ -79,7 +79,7 @@ def test_what_a_broken_link_left_comes_over_grpc(name, size, ranks, prefill):
     skip_without_gpus(size)
     node = ranks(name, size, *small(name), *LINKS).leader
     expected = push(prefill(name), node)
-    breaks = ("--failpoints", "link.send=error*1@3")
+    breaks = ("--failpoints", "link.send=error*1@1")
     pulls, source = Pulls(node), prefill(name, *LINKS, *breaks)
     assert pull(source, node) == expected
     sender = prefill(name, *LINKS, *breaks)
@@ -98,7 +98,7 @@ def test_a_link_that_stands_still_holds_up_no_step_of_the_ranks(name, ranks, pre
     node = ranks(name, 2, *small(name), *LINKS).leader
     plain = prefill(name)
     expected = push(plain, node)
-    slow = prefill(name, *LINKS, "--failpoints", f"link.send=delay({int(3000 * DEADLINE_S)}ms)*1@3")
+    slow = prefill(name, *LINKS, "--failpoints", f"link.send=delay({int(3000 * DEADLINE_S)}ms)*1@1")
     ids = []
     done = threading.Event()
 
@@ -121,7 +121,7 @@ def test_a_link_that_stands_still_holds_up_no_step_of_the_ranks(name, ranks, pre
 @pytest.mark.parametrize("name", ["tiny-llama", EXPERTS])
 def test_a_rank_that_is_killed_while_a_link_writes_ends_the_node_and_no_other(name, ranks, prefill):
     node, other = ranks(name, 2, *small(name), *LINKS), ranks(name, 2, *small(name), *LINKS)
-    sender = prefill(name, *LINKS, "--failpoints", f"link.send=delay({int(500 * SCALE)}ms)*1@3")
+    sender = prefill(name, *LINKS, "--failpoints", f"link.send=delay({int(500 * SCALE)}ms)*1@1")
     errors = []
     call = threading.Thread(target=lambda: errors.append(error_of(lambda: push(sender, node.leader))))
     call.start()
