@@ -1,6 +1,7 @@
 #include "src/device/cuda/cuda_machine.h"
 
 #include <cuda_runtime_api.h>
+#include <stdlib.h>
 
 #include <vector>
 
@@ -25,6 +26,10 @@ absl::Status Lacks(const std::string& found, const std::string& remedy) {
 }  // namespace
 
 CudaMachine ProbeCudaMachine() {
+  // CUDA has eight queues by default, and 32 at most, among which it divides the streams. A stream
+  // that waits for something holds up every other stream of its queue. With eight, four links that
+  // wait for other nodes held up all streams of an H200 (peer_link_test.cc), and so every step.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   CudaMachine machine;
   cudaDriverGetVersion(&machine.driver_version);
   cudaRuntimeGetVersion(&machine.runtime_version);

@@ -18,7 +18,8 @@ struct CudaMachine {
   int minor = 0;
 };
 
-// Asks the driver. Leaves nothing on a GPU.
+// Asks the driver. Leaves nothing on a GPU. Comes before every other call of CUDA, and before other
+// threads read the environment: it sets CUDA_DEVICE_MAX_CONNECTIONS, unless that is set.
 CudaMachine ProbeCudaMachine();
 
 // Returns OK, or FAILED_PRECONDITION: one sentence with what was found, what is needed and the

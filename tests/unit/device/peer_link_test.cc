@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <cstring>
@@ -378,6 +379,87 @@ TEST_CASE("an end that sends nothing is given up by the deadline, and another li
 TEST_CASE("an end that sends nothing is given up by the deadline, and another link works (cuda)",
           "[device][links][cuda][processes]") {
   RunWithSilence("cuda");
+}
+
+// Streams of a device, of which each does a little work.
+struct Streams {
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::vector<std::unique_ptr<Event>> done;
+
+  void Add(Device& device, int count) {
+    for (int i = 0; i < count; ++i) {
+      streams.push_back(
+          device.NewStream(i % 2 == 0 ? Device::StreamKind::kCompute : Device::StreamKind::kCopy));
+      done.push_back(device.NewEvent());
+    }
+  }
+  // Returns how many do not end their work soon.
+  size_t HeldUp(const Buffer& hbm) {
+    const absl::Time start = absl::Now();
+    for (size_t i = 0; i < streams.size(); ++i) {
+      streams[i]->Fill(hbm.as<uint8_t>() + i, 1, 1);
+      streams[i]->Record(*done[i]);
+    }
+    const auto over = [](const std::unique_ptr<Event>& event) { return event->Ready(); };
+    while (absl::Now() - start < kDeadline / 2 && !std::all_of(done.begin(), done.end(), over)) {
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+    return done.size() - static_cast<size_t>(std::count_if(done.begin(), done.end(), over));
+  }
+};
+
+// Links whose senders send nothing hold up nothing else on the receiver's device: neither streams
+// that are older than they nor newer ones.
+void RunBesideSilence(const std::string& kernels) {
+  constexpr int kLinks = 6, kStreams = 12;
+  RunEnds(
+      kernels,
+      [](End& end, Box* box) -> std::string {
+        Streams streams;
+        streams.Add(*end.device, kStreams);
+        const Buffer bytes = PinnedBytes(*end.device, kMessages * kMessage);
+        const auto hbm = end.device->Allocate(MemoryKind::kDevice, 2 * kStreams, "a test");
+        if (!hbm.ok()) return hbm.status().ToString();
+        std::vector<std::unique_ptr<PeerLink>> links;
+        for (int number = 1; number <= kLinks; ++number) {
+          end.Join(box, number, kMessages);
+          if (!end.wrong.empty()) return end.wrong;
+          links.push_back(std::move(end.link));
+        }
+        streams.Add(*end.device, kStreams);
+        std::string held;
+        for (int waiting = 1; waiting <= kLinks; ++waiting) {
+          for (size_t i = 0; i < kMessages; ++i) {
+            const PeerLink::Piece piece = {bytes.as<uint8_t>() + i * kMessage, kMessage};
+            const absl::Status asked =
+                links[static_cast<size_t>(waiting) - 1]->Receive({&piece, 1});
+            if (!asked.ok()) return asked.ToString();
+          }
+          if (const size_t found = streams.HeldUp(*hbm); found > 0) {
+            absl::StrAppend(&held, found, " streams wait for ", waiting, " links; ");
+          }
+        }
+        box->step.store(1);
+        return held;
+      },
+      [](End& end, Box* box) -> std::string {
+        std::vector<std::unique_ptr<PeerLink>> links;
+        for (int number = 1; number <= kLinks; ++number) {
+          end.Join(box, number, kMessages);
+          if (!end.wrong.empty()) return end.wrong;
+          links.push_back(std::move(end.link));
+        }
+        AwaitStep(box, 1);
+        return "";
+      });
+}
+TEST_CASE("links that wait hold up no other work of the device (cpu)",
+          "[device][links][processes]") {
+  RunBesideSilence("portable");
+}
+TEST_CASE("links that wait hold up no other work of the device (cuda)",
+          "[device][links][cuda][processes]") {
+  RunBesideSilence("cuda");
 }
 
 // The receiver takes nothing: the sender is held up once its ring is full, and gives up.
