@@ -47,7 +47,10 @@ void Process::Meet() {
   while (box_.step[1 - options_.rank].load() < own) absl::SleepFor(absl::Microseconds(20));
 }
 
-void Process::Leave(const std::string& text) { std::strcpy(box_.text, text.c_str()); }
+void Process::Leave(const std::string& text) {
+  SLUICE_CHECK(text.size() < sizeof(box_.text));
+  std::memcpy(box_.text, text.c_str(), text.size() + 1);
+}
 
 absl::Status Process::Time(const char* what, size_t bytes,
                            const std::function<absl::Status()>& once) {

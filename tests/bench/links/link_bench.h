@@ -59,7 +59,7 @@ class Process {
 
   // Both processes come here.
   void Meet();
-  // Leaves a text of less than 2 KiB, which both can read after they have met.
+  // Leaves a text, which both can read after they have met. REQUIRES: it has less than 2 KiB.
   void Leave(const std::string& text);
   std::string Left() const { return box_.text; }
 
