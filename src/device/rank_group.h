@@ -44,7 +44,7 @@ struct RankGroupOptions {
   absl::Duration join_timeout = absl::Seconds(60);
   // The time for which an operation waits for a rank that is alive. A rank that has ended is
   // noticed in a tenth of a second. On a CUDA device no event of the device, of other work too, may
-  // take longer.
+  // take longer, but for those of links to other nodes.
   absl::Duration deadline = absl::Seconds(30);
   // A rank whose process stands still for so long, stopped or without a cpu, is lost.
   absl::Duration still_limit = absl::Seconds(3);

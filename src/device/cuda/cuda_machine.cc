@@ -28,7 +28,7 @@ absl::Status Lacks(const std::string& found, const std::string& remedy) {
 CudaMachine ProbeCudaMachine() {
   // CUDA has eight queues by default, and 32 at most, among which it divides the streams. A stream
   // that waits for something holds up every other stream of its queue. With eight, four links that
-  // wait for other nodes held up all streams of an H200 (peer_link_test.cc), and so every step.
+  // wait for other nodes hold up all streams of a step on an H200 (sluice-queues-bench).
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   CudaMachine machine;
   cudaDriverGetVersion(&machine.driver_version);

@@ -1,9 +1,8 @@
 // A message has a slot of a ring in HBM at either end. The sending end fills it on its copy stream,
 // unless the message is one piece of HBM, and sends it on the stream of the communicator. The
-// receiving end receives into its slot, or straight into a single piece, and copies to the pieces
-// on its copy stream. Either end computes the checksum on a third stream, beside that copy and
-// while the next message moves. The receiving end enqueues both when the message has arrived: a
-// stream that waits holds up others (cuda_machine.cc), so one of each link does, and no more.
+// receiving end receives into its slot, or straight into a single piece. Then it copies to the
+// pieces on its copy stream, which waits for the message on the GPU. Either end computes the
+// checksum on a third stream, beside that copy and while the next message moves.
 //
 // NCCL's kernels wait on the GPU for the other end, so nothing on the host waits but the caller,
 // who looks at events until the deadline, and then aborts the communicator. That ends the kernels;
@@ -161,11 +160,8 @@ class NcclPeerLink : public PeerLink {
     std::unique_ptr<Event> checked;  // host_crc is there
     std::unique_ptr<Event> moved;    // the slot is filled, or the message has arrived
     std::unique_ptr<Event> done;     // the message is sent, or has landed
-    // At the receiving end:
-    std::vector<Stream::CopyOp> ops;   // to the pieces
-    const uint8_t* arrives = nullptr;  // where the message arrives, of `bytes` bytes
-    size_t bytes = 0;
-    bool lands = true;  // the checksum and the copies are enqueued
+    std::vector<Stream::CopyOp> ops;
+    bool lands = true;  // the copy to the pieces is enqueued
   };
 
   static std::unique_ptr<CudaStream> NewStream(Device* device, Device::StreamKind kind) {
@@ -190,6 +186,12 @@ class NcclPeerLink : public PeerLink {
   absl::StatusOr<uint32_t> ChecksumOfOldest() {
     SLUICE_CHECK(ended_ != begun_, "no message is under way");
     Slot& slot = SlotOf(ended_);
+    if (!slot.lands) {
+      SLUICE_RETURN_IF_ERROR(AwaitEvents(*slot.moved, *slot.checked));
+      absl::MutexLock lock(&mutex_);
+      SLUICE_RETURN_IF_ERROR(failure_);
+      Land(slot);  // all that is on the stream of copies belongs to messages that have arrived
+    }
     SLUICE_RETURN_IF_ERROR(AwaitSlot(slot));
     ++ended_;
     return *slot.host_crc;
@@ -249,29 +251,34 @@ class NcclPeerLink : public PeerLink {
       if (piece.data != nullptr && !straight) slot.ops.push_back({piece.data, from, piece.bytes});
       from += piece.bytes;
     }
-    slot.arrives = target;
-    slot.bytes = bytes;
+    Check(slot, target, bytes);
+    // CopyBatch waits for a list of an earlier message that has not arrived, as long as that takes.
+    // So without a free list, or behind a message that lacks one, the copy waits for Await.
     slot.lands = false;
+    if (HasLists(slot)) Land(slot);
     Begun();
-    LandArrived();
     return absl::OkStatus();
   }
 
-  // Enqueues the checksums and the copies of the messages that have arrived, in their order.
-  void LandArrived() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    size_t lists = 0;
+  static size_t ListsOf(const Slot& slot) {
+    return (slot.ops.size() + CudaStream::kListPieces - 1) / CudaStream::kListPieces;
+  }
+  // Returns whether the copies of the messages under way are enqueued, and leave lists for
+  // `slot`'s.
+  bool HasLists(const Slot& slot) {
+    size_t lists = ListsOf(slot);
     for (uint64_t message = ended_; message != begun_; ++message) {
-      Slot& slot = SlotOf(message);
-      lists += (slot.ops.size() + CudaStream::kListPieces - 1) / CudaStream::kListPieces;
-      if (slot.lands) continue;
-      // CopyBatch would wait for a list of an earlier message.
-      if (message != ended_ && lists > kLists) return;
-      if (!slot.moved->Ready()) return;
-      Check(slot, slot.arrives, slot.bytes);
-      if (!slot.ops.empty()) copies_->CopyBatch(slot.ops.data(), slot.ops.size());
-      copies_->Record(*slot.done);
-      slot.lands = true;
+      if (!SlotOf(message).lands) return false;
+      lists += ListsOf(SlotOf(message));
     }
+    return lists <= kLists;
+  }
+  // Enqueues the copy of a message that has been asked for to its pieces.
+  void Land(Slot& slot) {
+    copies_->WaitFor(*slot.moved);
+    if (!slot.ops.empty()) copies_->CopyBatch(slot.ops.data(), slot.ops.size());
+    copies_->Record(*slot.done);
+    slot.lands = true;
   }
 
   // Counts a message. The time that it may wait begins now if nothing else is under way.
@@ -288,10 +295,11 @@ class NcclPeerLink : public PeerLink {
     return attributes.type == cudaMemoryTypeDevice;
   }
 
-  // Waits for the slot's message. The deadline counts from the last message that was done.
-  absl::Status AwaitSlot(const Slot& slot) {
-    const auto over = [&slot] { return slot.lands && slot.done->Ready() && slot.checked->Ready(); };
-    while (!over()) {
+  // Waits for the slot's message.
+  absl::Status AwaitSlot(const Slot& slot) { return AwaitEvents(*slot.done, *slot.checked); }
+  // Waits for both. The deadline counts from the last message that was done.
+  absl::Status AwaitEvents(const Event& one, const Event& other) {
+    while (!one.Ready() || !other.Ready()) {
       {
         absl::MutexLock lock(&mutex_);
         SLUICE_RETURN_IF_ERROR(failure_);
@@ -305,7 +313,6 @@ class NcclPeerLink : public PeerLink {
               absl::StrCat("the link failed: the other end left a message waiting for ",
                            absl::FormatDuration(options_.deadline))));
         }
-        LandArrived();
       }
       absl::SleepFor(kLook);
     }
