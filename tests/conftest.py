@@ -17,8 +17,8 @@ def pytest_addoption(parser):
 
 # Files that take longest, the longest first. They start first, so that no worker is left alone with one at the end.
 LONGEST = ["test_rank_caches.py", "test_rank_losses.py", "test_bench.py", "test_parity.py", "test_latent.py", "test_ranks.py",
-           "test_failpoints.py", "test_latent_profile.py", "test_long_runs.py", "test_rank_metrics.py", "test_latent_faults.py",
-           "test_hostile_clients.py", "test_latent_life.py", "test_profile.py", "test_router.py", "test_streams.py",
+           "test_failpoints.py", "test_rank_links.py", "test_latent_profile.py", "test_long_runs.py", "test_rank_metrics.py",
+           "test_latent_faults.py", "test_hostile_clients.py", "test_latent_life.py", "test_profile.py", "test_router.py", "test_streams.py",
            "test_security.py", "test_policies.py", "test_bad_input.py", "test_process.py", "test_batch.py"]
 
 

@@ -34,7 +34,7 @@ class TransportRun:
                 "--ranks", str(self.ranks), *gpus]
 
 
-# Caches of 32K tokens of Llama-3-8B, 4.3 GB. A node's links have messages of 8 MiB.
+# Caches of 32K tokens of Llama-3-8B, 4.3 GB. A node's links, and so pulls and pushes, have messages of 32 MiB over NCCL.
 TRANSPORT_PARTS = {"kv-transport": [TransportRun("link-8", "link"), TransportRun("link-32", "link", message_mib=32),
                                     TransportRun("pull", "pull"), TransportRun("push", "push"),
                                     TransportRun("pull-ranks", "pull", ranks=4), TransportRun("push-ranks", "push", ranks=4)]}

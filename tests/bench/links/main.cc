@@ -1,6 +1,7 @@
 // Times caches on their way from one process to another, over a link between their devices
 // (src/device/peer_link.h), beside the bare sends and receives of a group of ranks, and a whole
-// pull and a whole push over that link beside those over gRPC:
+// pull and a whole push over that link beside those over gRPC. Messages of --message-mib are those
+// of a link alone; pulls and pushes have a node's:
 //
 //   sluice-link-bench [--device cpu|cuda] [--tokens N] [--message-mib N] [--devices A,B]
 //                     [--rounds N] [--part link|pull|push] [--ranks N]
@@ -81,12 +82,13 @@ int Main(int argc, char** argv) {
   }
   const bool share =
       flags.device == "cuda" && (flags.devices.empty() || flags.devices[0] == flags.devices[1]);
-  std::printf("%s, %d tokens of Llama-3-8B's caches (%.2f GB), messages of %d MiB, %d rounds%s%s\n",
-              flags.device.c_str(), flags.tokens,
-              static_cast<double>(Layout().BytesFor(flags.tokens)) / 1e9, flags.message_mib,
-              flags.rounds,
-              flags.ranks > 1 ? absl::StrCat(", to ", flags.ranks, " ranks").c_str() : "",
-              share ? "; two processes share one GPU: a rehearsal" : "");
+  std::printf(
+      "%s, %d tokens of Llama-3-8B's caches (%.2f GB), messages of %d MiB on a link alone, %d "
+      "rounds%s%s\n",
+      flags.device.c_str(), flags.tokens,
+      static_cast<double>(Layout().BytesFor(flags.tokens)) / 1e9, flags.message_mib, flags.rounds,
+      flags.ranks > 1 ? absl::StrCat(", to ", flags.ranks, " ranks").c_str() : "",
+      share ? "; two processes share one GPU: a rehearsal" : "");
   std::fflush(stdout);
   void* const shared =
       mmap(nullptr, sizeof(Box), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

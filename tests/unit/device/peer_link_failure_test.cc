@@ -28,6 +28,7 @@ using testing::AwaitStep;
 using testing::Box;
 using testing::BytesOf;
 using testing::End;
+using testing::JoinAndWait;
 using testing::kDeadline;
 using testing::kMessage;
 using testing::Lost;
@@ -249,28 +250,21 @@ TEST_CASE("links that wait hold up no other work of the device (cuda)",
 
 // The receiver takes nothing: the sender is held up once its ring is full, and gives up.
 void RunWithDeafness(const std::string& kernels) {
-  RunEnds(
-      kernels,
-      [](End& end, Box* box) -> std::string {
-        end.Join(box);
-        if (end.wrong.empty()) AwaitStep(box, 1);
-        return end.wrong;
-      },
-      [](End& end, Box* box) -> std::string {
-        end.Join(box);
-        if (!end.wrong.empty()) return end.wrong;
-        const Buffer bytes = PinnedBytes(*end.device, kMessage);
-        const PeerLink::Piece piece = {bytes.data(), bytes.bytes()};
-        const absl::Time start = absl::Now();
-        absl::Status status;
-        for (int i = 0; status.ok() && i < 10; ++i) {
-          status = end.link->Send({&piece, 1});
-        }
-        const std::string wrong = Lost(status, absl::Now() - start, kDeadline / 2,
-                                       3 * kDeadline + absl::Seconds(3), *end.device);
-        box->step.store(1);
-        return wrong;
-      });
+  RunEnds(kernels, JoinAndWait, [](End& end, Box* box) -> std::string {
+    end.Join(box);
+    if (!end.wrong.empty()) return end.wrong;
+    const Buffer bytes = PinnedBytes(*end.device, kMessage);
+    const PeerLink::Piece piece = {bytes.data(), bytes.bytes()};
+    const absl::Time start = absl::Now();
+    absl::Status status;
+    for (int i = 0; status.ok() && i < 10; ++i) {
+      status = end.link->Send({&piece, 1});
+    }
+    const std::string wrong = Lost(status, absl::Now() - start, kDeadline / 2,
+                                   3 * kDeadline + absl::Seconds(3), *end.device);
+    box->step.store(1);
+    return wrong;
+  });
 }
 TEST_CASE("an end that takes nothing is given up by the deadline (cpu)",
           "[device][links][processes]") {
@@ -301,11 +295,7 @@ TEST_CASE("another thread ends a wait at once by Abort", "[device][links][proces
         return Lost(status, absl::Now() - start, absl::Milliseconds(20), kDeadline / 2,
                     *end.device);
       },
-      [](End& end, Box* box) -> std::string {
-        end.Join(box);
-        if (end.wrong.empty()) AwaitStep(box, 1);
-        return end.wrong;
-      });
+      JoinAndWait);
 }
 
 }  // namespace

@@ -73,6 +73,12 @@ void End::Join(Box* box, int number, int depth) {
   link = *std::move(joined);
 }
 
+std::string JoinAndWait(End& end, Box* box) {
+  end.Join(box);
+  if (end.wrong.empty()) AwaitStep(box, 1);
+  return end.wrong;
+}
+
 std::vector<uint8_t> BytesOf(int message, size_t bytes) {
   std::vector<uint8_t> out(bytes);
   for (size_t i = 0; i < bytes; ++i) out[i] = static_cast<uint8_t>(i * 7 + i / 251 + message * 13);

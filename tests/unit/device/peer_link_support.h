@@ -46,6 +46,9 @@ using EndBody = std::function<std::string(End& end, Box* box)>;
 void RunEnds(const std::string& kernels, const EndBody& receiver, const EndBody& sender,
              const std::vector<std::string>& expected = {"", ""});
 
+// Joins, and does nothing more until step 1. Returns what is wrong.
+std::string JoinAndWait(End& end, Box* box);
+
 // Returns the bytes of a message that every end knows.
 std::vector<uint8_t> BytesOf(int message, size_t bytes);
 // Returns the bytes of message 0 in memory that the device reaches.

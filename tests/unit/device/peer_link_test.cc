@@ -22,6 +22,7 @@ using testing::AwaitStep;
 using testing::Box;
 using testing::BytesOf;
 using testing::End;
+using testing::JoinAndWait;
 using testing::kMessage;
 using testing::RunEnds;
 
@@ -165,31 +166,24 @@ TEST_CASE("a message of another size than was asked for fails the link (cpu)",
 
 TEST_CASE("what a link cannot carry is refused before the other end hears of it",
           "[device][links][processes]") {
-  RunEnds(
-      "portable",
-      [](End& end, Box* box) -> std::string {
-        end.Join(box);
-        if (end.wrong.empty()) AwaitStep(box, 1);
-        return end.wrong;
-      },
-      [](End& end, Box* box) -> std::string {
-        end.Join(box);
-        if (!end.wrong.empty()) return end.wrong;
-        std::vector<uint8_t> bytes(kMessage + 1);
-        const PeerLink::Piece large = {bytes.data(), bytes.size()};
-        const bool refused = absl::IsInvalidArgument(end.link->Send({&large, 1})) &&
-                             absl::IsInvalidArgument(end.link->Send({}));
-        std::string wrong = refused ? "" : "it was taken";
+  RunEnds("portable", JoinAndWait, [](End& end, Box* box) -> std::string {
+    end.Join(box);
+    if (!end.wrong.empty()) return end.wrong;
+    std::vector<uint8_t> bytes(kMessage + 1);
+    const PeerLink::Piece large = {bytes.data(), bytes.size()};
+    const bool refused = absl::IsInvalidArgument(end.link->Send({&large, 1})) &&
+                         absl::IsInvalidArgument(end.link->Send({}));
+    std::string wrong = refused ? "" : "it was taken";
 #ifndef SLUICE_NO_FAILPOINTS
-        ScopedFailpoints broken("link.send=error");
-        const PeerLink::Piece small = {bytes.data(), 1};
-        if (!absl::IsUnavailable(end.link->Send({&small, 1}))) {
-          wrong = "the failpoint does not break the link";
-        }
+    ScopedFailpoints broken("link.send=error");
+    const PeerLink::Piece small = {bytes.data(), 1};
+    if (!absl::IsUnavailable(end.link->Send({&small, 1}))) {
+      wrong = "the failpoint does not break the link";
+    }
 #endif
-        box->step.store(1);
-        return wrong;
-      });
+    box->step.store(1);
+    return wrong;
+  });
 }
 
 TEST_CASE("ids that fit no link here are refused with the reason", "[device][links]") {
