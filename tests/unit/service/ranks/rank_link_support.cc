@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
+#include <random>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -13,15 +14,23 @@
 namespace sluice::testing {
 
 std::string FreeAddress() {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in at{};
-  at.sin_family = AF_INET;
-  at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t bytes = sizeof(at);
-  REQUIRE(bind(fd, reinterpret_cast<sockaddr*>(&at), bytes) == 0);
-  REQUIRE(getsockname(fd, reinterpret_cast<sockaddr*>(&at), &bytes) == 0);
-  close(fd);
-  return absl::StrCat("127.0.0.1:", ntohs(at.sin_port));
+  // The system gives ports above 32767 to connections, so that another test might take one of those
+  // before its owner listens.
+  std::random_device seed;
+  std::uniform_int_distribution<int> ports(10'000, 32'000);
+  for (int tries = 0; tries < 100; ++tries) {
+    const int port = ports(seed);
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    at.sin_port = htons(static_cast<uint16_t>(port));
+    const bool is_free = bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof(at)) == 0;
+    close(fd);
+    if (is_free) return absl::StrCat("127.0.0.1:", port);
+  }
+  FAIL("no port is free");
+  return "";
 }
 
 RankLink::Options LinkOptions(const RankGroupOptions& rank) {
